@@ -109,7 +109,7 @@ def fields(arguments: argparse.Namespace, text: str, image: str, site: Mapping[s
             campaign["slurm"][job] |= LARGER[job]
     policy["optimizer"]["warmup"] = min(policy["optimizer"]["warmup"], arguments.steps // 2)
     if arguments.shuffle_rewards:
-        training["data"] = ["shuffle"]
+        training["data"] = ["megaflow_hpc.training.recipes:shuffled"]
     for job in campaign["slurm"].values():
         if job["partition"] in site:
             job["partition"] = site[job["partition"]] or None

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from megaflow_hpc.config.model import EnginePoolConfig, ModelConfig
 from megaflow_hpc.config.quotas import QuotasConfig
 from megaflow_hpc.config.reading import explain, explain_all, place_of, read_yaml
 from megaflow_hpc.config.sections import (
     NAME,
+    STORED,
     AgentConfig,
     EnvironmentConfig,
     LimitsConfig,
@@ -27,7 +28,7 @@ from megaflow_hpc.config.services import ServiceConfig, check_services
 from megaflow_hpc.config.site_profile import Profile, completed, find
 from megaflow_hpc.config.slurm import SlurmConfig
 from megaflow_hpc.config.team import TeamConfig, check_team
-from megaflow_hpc.config.trained import check_engine, check_trained, trained_model
+from megaflow_hpc.config.trained import check_engine, check_limits, check_trained, trained_model
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.resources import docs
@@ -166,7 +167,7 @@ class CampaignConfig(Section):
         if unpriced or not any(model.price for model in models.values()):
             raise ValueError(
                 f"limits.usd: without {key}, calls cost nothing and the limit is never reached; set the price, such as "
-                "price: {input: 3, output: 15} (US dollars per million tokens), or leave limits.usd out"
+                "price: [3, 15] (US dollars per million tokens), or leave limits.usd out"
             )
         return self
 
@@ -180,7 +181,7 @@ class CampaignConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _training(self) -> CampaignConfig:
+    def _training(self, info: ValidationInfo) -> CampaignConfig:
         if self.training:
             policies = {} if self.is_pool else self.policies()
             runs = dict(policies)
@@ -188,6 +189,8 @@ class CampaignConfig(Section):
                 runs = dict.fromkeys(policies, policies[self.team.owning_policy])
             models = {name: (p.model, runs[name].agents, runs[name].samples) for name, p in policies.items()}
             check_trained(self.training, models, "models.{}" if self.models else "model")
+            if info.context != STORED:  # a campaign of an earlier version stated the limit elsewhere
+                check_limits(self.training, models)
             check_engine(self.training, self.slurm.trainer.kind)
             mixed = [name for name, policy in self.training.policies.items() if policy.mix_agents]
             if self.team and 0 < len(mixed) < len(self.training.policies):
@@ -356,7 +359,7 @@ def resolved(section: type[AnySection], fields: Mapping[str, Any]) -> AnySection
         ConfigError: This version cannot read the section.
     """
     try:
-        return section.model_validate(fields, extra="ignore")
+        return section.model_validate(fields, extra="ignore", context=STORED)
     except ValidationError as error:
         raise ConfigError(explain(error, "run.json", None, section)) from None
 

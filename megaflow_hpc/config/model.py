@@ -5,14 +5,14 @@ An engine pool is a campaign that only serves models, for other campaigns to use
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from pydantic import Field, WithJsonSchema, field_validator, model_validator
+from pydantic import Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
 
-from megaflow_hpc.config.sections import AgentConfig, Section, as_list
+from megaflow_hpc.config.sections import STORED, AgentConfig, Section, as_list
 from megaflow_hpc.config.slurm import GpuType
+from megaflow_hpc.types import NEUTRAL
 
 MAX_SERVERS = 10_000
 """Maximum number of engine servers of a policy. A larger number is assumed to be a typo."""
@@ -28,56 +28,36 @@ class ServerCount(NamedTuple):
 SERVER_COUNT_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "array", "items": {"type": "integer"}}]}
 
 
-class WeightsConfig(Section):
-    """Rules for loading newly published weights into running servers."""
-
-    update: Literal["rolling", "together"] = "rolling"
-    """``rolling``: servers load one after another, so that some are always available. ``together``: all load at
-    once, which takes less time. Default: ``rolling``."""
-    running: Literal["finish", "continue"] = "finish"
-    """Handling of requests in progress. ``finish``: complete them with the old weights before loading. ``continue``:
-    complete them with the new weights. Default: ``finish``."""
-
-
-class SamplingConfig(Section):
-    """Sampling settings of a policy. The gateway adds the settings to model calls that omit them. Tokens of calls with
-    other values get loss mask 0."""
-
-    temperature: float = Field(1.0, ge=0, le=2)
-    """Divisor of the logits. 0 selects greedy decoding. Default: 1."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Sample only from the most likely tokens whose probabilities sum to this value. Default: 1, all tokens."""
-    top_k: int = Field(-1, ge=-1)
-    """Sample only from the k most likely tokens. -1 or 0: no limit. Default: -1."""
-    min_p: float = Field(0.0, ge=0, le=1)
-    """Minimum probability of a token, relative to the most likely token. Default: 0."""
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    """Value subtracted once from the logit of each token that already occurs in the answer. Default: 0."""
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    """Value subtracted from the logit of a token for each earlier occurrence in the answer. Default: 0."""
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
-    """Factor that lowers the logits of tokens that already occur in the prompt or answer. Default: 1."""
-
-    @field_validator("temperature")
-    @classmethod
-    def _engines_can(cls, value: float) -> float:
-        if 0 < value < 0.01:
-            raise ValueError(f"{value}: engines raise it to 0.01; write 0.01, or 0 for the most likely token")
-        return value
-
-    @field_validator("top_k")
-    @classmethod
-    def _all_words(cls, value: int) -> int:
-        return value or -1
+SAMPLING_RANGES = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "top_k": (-1, 2**31),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0, 100),
+}
+"""Sampling parameter → least and largest value that engines accept."""
 
 
-class TokenPrice(Section):
-    """Price of a model's tokens, in US dollars per million."""
+def _check_sampling(name: str, value: float) -> float:
+    if name not in SAMPLING_RANGES:
+        raise ValueError(f"unknown parameter {name!r}; known here: {', '.join(sorted(SAMPLING_RANGES))}")
+    least, most = SAMPLING_RANGES[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise ValueError(f"{name} {value!r}: expected a number from {least} to {most}")
+    if name in ("top_p", "repetition_penalty") and value == 0:
+        raise ValueError(f"{name} 0: expected a number above 0")
+    if name == "temperature" and 0 < value < 0.01:
+        raise ValueError(f"temperature {value}: engines raise it to 0.01; write 0.01, or 0 for the most likely token")
+    return -1 if name == "top_k" and value == 0 else value
 
-    input: float = Field(0.0, ge=0)
-    """US dollars for a million prompt tokens. Default: 0."""
-    output: float = Field(0.0, ge=0)
-    """US dollars for a million sampled tokens. Default: 0."""
+
+class TokenPrice(NamedTuple):
+    """Price of a million prompt tokens and of a million sampled tokens, in US dollars."""
+
+    input: Annotated[float, Field(ge=0)]
+    output: Annotated[float, Field(ge=0)]
 
     def of(self, prompt_tokens: int, sampled_tokens: int) -> float:
         """Returns the price of some tokens in US dollars."""
@@ -86,7 +66,7 @@ class TokenPrice(Section):
 
 ALSO = (
     *("engine", "path", "servers", "gpus", "gpu_type", "nodes", "args", "python", "image", "binds"),
-    *("base_url", "api", "api_key_file", "script", "weight"),
+    *("base_url", "api", "api_key_file", "script"),
 )
 """Keys that entries of ``also`` may set."""
 
@@ -115,19 +95,21 @@ class ModelConfig(Section):
     type."""
     nodes: int = Field(1, ge=1)
     """Nodes of each server, for models that need pipeline parallelism (``vllm`` only). Default: 1."""
-    weights: WeightsConfig = WeightsConfig()
-    """Settings for loading published weights."""
-    sampling: SamplingConfig = SamplingConfig()
-    """Sampling settings. Default: sample from the model's own distribution."""
+    weights: Literal["rolling", "together", "continue"] = "rolling"
+    """How servers load new weights. ``rolling``: one after another, so that some are always available. ``together``:
+    all at once, which takes less time. In both cases, requests in progress are completed with the old weights first.
+    ``continue``: all at once, and requests in progress continue with the new weights (``vllm`` only). Default:
+    ``rolling``."""
+    sampling: dict[str, Any] = Field(default_factory=lambda: dict(NEUTRAL), json_schema_extra={"default": {}})
+    """Sampling parameters that the engine gets with each call: ``temperature``, ``top_p``, ``top_k``, ``min_p``,
+    ``presence_penalty``, ``frequency_penalty``, ``repetition_penalty``. The gateway adds them to model calls that omit
+    them. Tokens of calls with other values get loss mask 0. Default: sample from the model's own distribution."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Command-line options of the engine, without leading dashes."""
     thoughts: Literal["template", "keep"] = "template"
     """Earlier answers in a prompt. ``template``: rendered with the chat template; if it drops thoughts, a new sequence
     starts. ``keep``: inserted as sampled, so that a conversation stays one sequence (``vllm`` only). Default:
     ``template``."""
-    media_domains: tuple[str, ...] = ()
-    """Hosts from which engines may download images that agents reference by URL. Default: none; agents must send
-    images inline."""
     python: str | None = None
     """Python interpreter or virtual environment in which the engine is installed. Default: ``MEGAFLOW_ENGINE_VENV``;
     in an ``image``, python3."""
@@ -154,15 +136,33 @@ class ModelConfig(Section):
     """Rollouts of each task under this policy. With 0, the policy only serves calls that name it; if it is trained, it
     learns from the groups of the other trained policies' steps. Default: the campaign's ``samples``."""
     price: TokenPrice | None = None
-    """Price of the tokens, used for costs in reports and for ``limits.usd``. Default: none."""
+    """Price of a million prompt tokens and of a million sampled tokens in US dollars, such as ``[3, 15]``. Used for
+    costs in reports and for ``limits.usd``. Default: none."""
     judge: bool | Literal["reward"] = False
     """Reserve the model for verifiers that judge rollouts; agents cannot call it. ``reward``: the same, for a reward
     model with one class (``vllm`` only), which rates conversations by a number. Default: false."""
-    weight: float = Field(1.0, gt=0)
-    """Share of requests of each of these servers, relative to the policy's other servers. Default: 1."""
     also: tuple[dict[str, Any], ...] = ()
-    """More kinds of servers for this policy. Each entry sets only the keys that differ, such as ``gpus``,
-    ``servers`` or ``weight``."""
+    """More kinds of servers for this policy. Each entry sets only the keys that differ, such as ``gpus`` or
+    ``servers``. Servers get requests in proportion to their GPUs."""
+
+    @field_validator("sampling", mode="before")
+    @classmethod
+    def _all_sampling_parameters(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {**NEUTRAL, **{str(name): _check_sampling(str(name), number) for name, number in value.items()}}
+
+    @field_validator("also", mode="before")
+    @classmethod
+    def _earlier_keys(cls, value: Any, info: ValidationInfo) -> Any:
+        return [{key: kind[key] for key in ALSO if key in kind} for kind in value] if info.context == STORED else value
+
+    @field_validator("weights", mode="before")
+    @classmethod
+    def _earlier_weights(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.context == STORED and isinstance(value, dict):
+            return "continue" if value["running"] == "continue" else value["update"]
+        return value
 
     @field_validator("servers", mode="before")
     @classmethod
@@ -198,14 +198,6 @@ class ModelConfig(Section):
             if parts.query or parts.fragment:
                 raise ValueError(f"{value!r}: expected an address without a query")
         return value
-
-    @field_validator("media_domains")
-    @classmethod
-    def _hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for host in value:
-            if not re.fullmatch(r"[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*", host):
-                raise ValueError(f"{host!r} is not the name of a host, such as images.site.edu")
-        return tuple(host.lower() for host in value)
 
     @model_validator(mode="after")
     def _complete(self) -> ModelConfig:

@@ -83,11 +83,7 @@ def site_caps() -> tuple[Caps, str]:
 
 def gateways(pods: PodsConfig) -> int:
     """Returns the number of gateways, one for each worker rank of all pods. Rank 0 of a pod only schedules."""
-
-    def workers(nodes: int) -> int:
-        return max(1, nodes * pods.ranks - 1)
-
-    return pods.count * workers(pods.nodes) + sum(p.count * workers(p.nodes or pods.nodes) for p in pods.pools)
+    return pods.total * max(1, pods.nodes * pods.ranks - 1)
 
 
 def settle(quotas: QuotasConfig, pods: PodsConfig, servers: int, caps: Caps, source: str) -> QuotasConfig:

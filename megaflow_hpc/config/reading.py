@@ -23,7 +23,7 @@ from megaflow_hpc.errors import ConfigError
 MAX_VALUES = 100_000
 """Maximum number of values in a file. An alias counts as often as it is used."""
 OF_KIND = re.compile(
-    r"(int|float|string|bool|dict|mapping|model|list|tuple|set|frozen_set|finite_number|greater_than|less_than|literal|enum"
+    r"(int|float|string|bool|dict|mapping|model|list|tuple|named_tuple|finite_number|greater_than|less_than|literal|enum"
     r")(_|\Z)"
 )
 """Matches Pydantic error types that are explained from the schema. For other types, the section's own message is

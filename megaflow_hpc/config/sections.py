@@ -23,6 +23,10 @@ METHOD_NAME = re.compile(r"([A-Za-z_]\w*)(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z")
 """Matches the name of a function in an importable module, ``package.module:function``."""
 
 
+STORED = "stored"
+"""Validation context of sections read from a run directory, which an earlier version may have written."""
+
+
 def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
     """Adds the docstring below each field to the section's JSON Schema.
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import Field, StringConstraints, ValidationInfo, field_validator, model_validator
 
-from megaflow_hpc.config.sections import SandboxLimits, Section
+from megaflow_hpc.config.sections import STORED, SandboxLimits, Section
 from megaflow_hpc.types import HealthCheck, Limits, Service
 
 HOST_NAME = re.compile(r"(?=.{1,253}\Z)[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?\Z")
 """Matches a valid host name for a service in a sandbox's ``/etc/hosts``."""
 RESERVED = ("localhost", "main", "ip6-localhost", "ip6-loopback")
 """Host names that services must not use."""
+
+READY_S = 600.0
+"""Seconds within which a started service must become ready. Large search indices take minutes to load. A service whose
+program ends is noticed at once."""
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 Word = Annotated[str, StringConstraints(strip_whitespace=False)]
@@ -22,18 +26,6 @@ Word = Annotated[str, StringConstraints(strip_whitespace=False)]
 def words_of(value: Any) -> Any:
     """Returns a command as a list of words. A string runs in a shell."""
     return ("/bin/sh", "-c", value) if isinstance(value, str) else value
-
-
-class HealthConfig(Section):
-    """Checks whether a service is ready."""
-
-    command: tuple[Word, ...] = ()
-    """Command, run in the service's sandbox, that exits with 0 once the service is ready: a list of words, or a text
-    for the shell. Default: none; every port must accept connections."""
-    ready_s: float = Field(60.0, gt=0)
-    """Seconds in which a started service must become ready. Otherwise the rollout is tried again. Default: 60."""
-
-    _words = field_validator("command", mode="before")(words_of)
 
 
 class ServiceConfig(Section):
@@ -45,23 +37,29 @@ class ServiceConfig(Section):
     image: str | None = None
     """Image of the service, mapped by ``environment.images`` like the images of tasks. Default: the task's image."""
     command: tuple[Word, ...] = ()
-    """Program of the service: a list of words, or a text for the shell. Default: the program of the image."""
+    """Program of the service: a list of words, or a text for the shell, such as ``cd /srv && exec ./server``. Default:
+    the program of the image."""
     ports: tuple[Port, ...] = ()
     """TCP ports at which sandboxes reach the service. Default: the ports of the image."""
     env: dict[str, Word] = Field(default_factory=dict)
     """Environment variables of the service."""
-    workdir: str | None = None
-    """Directory in which the program starts. Default: that of the image."""
     user: str | None = None
     """User of the program: ``root``, or any other name for an ordinary user. Default: root."""
     after: tuple[str, ...] = ()
     """Services that must be ready before this one starts. Default: none."""
-    health: HealthConfig = HealthConfig()
-    """Checks whether the service is ready."""
+    health: tuple[Word, ...] = ()
+    """Command that is run in the service's sandbox and exits with 0 if the service is ready: a list of words, or a
+    text for the shell. A rollout whose services are not ready within 10 minutes is tried again. Default: every port
+    must accept connections."""
     limits: SandboxLimits = SandboxLimits()
     """Limits of the service's sandbox. Default: those of ``environment.limits``."""
 
-    _words = field_validator("command", mode="before")(words_of)
+    _words = field_validator("command", "health", mode="before")(words_of)
+
+    @field_validator("health", mode="before")
+    @classmethod
+    def _earlier_health(cls, value: Any, info: ValidationInfo) -> Any:
+        return value["command"] if info.context == STORED and isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _of_the_tasks_image(self) -> ServiceConfig:
@@ -79,10 +77,9 @@ class ServiceConfig(Section):
             image=self.image or "",
             command=self.command,
             env=dict(self.env),
-            workdir=self.workdir,
             user=self.user,
             ports=tuple(dict.fromkeys(self.ports)),
-            health=HealthCheck(**self.health.model_dump()),
+            health=HealthCheck(self.health, ready_s=READY_S),
             after=self.after,
             per=self.per,
             limits=Limits(limits.memory_mb, limits.cpus, limits.disk_mb, limits.processes),

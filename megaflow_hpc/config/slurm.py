@@ -83,18 +83,14 @@ class PodPoolConfig(Section):
     login node."""
     partition: str | None = None
     """Partition, or a comma-separated list from which Slurm chooses. Default: ``pods.partition``."""
-    account: str | None = None
-    """Account to charge. Default: ``slurm.account``."""
     count: int = Field(1, ge=1, le=MAX_PODS)
     """Number of pods. Default: 1."""
-    nodes: int | None = Field(None, ge=1)
-    """Number of nodes of each pod. Default: ``pods.nodes``."""
     time: Walltime = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: ``pods.time``."""
     setup: ShellLines = ()
     """Shell lines that these pods run after ``pods.setup``."""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """Additional sbatch options by name."""
+    """Additional sbatch options by name, such as ``account``."""
 
 
 class PodsConfig(Section):

@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megaflow_hpc.config.model import ModelConfig, SamplingConfig
+from megaflow_hpc.config.model import ModelConfig
 from megaflow_hpc.config.sections import AgentConfig
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.types import NEUTRAL
@@ -76,17 +76,17 @@ def check_trained(
                 f"training.publish_delta: {where}.nodes: an engine over several nodes reads weights on each of them, "
                 "and deltas are put together on one node's disk; leave publish_delta out"
             )
-        if config.snapshot:
-            target = policies.get(config.snapshot.to, (None, (), 0))[0]
-            if target is None or config.snapshot.to in training.policies or target.engine not in LOADS_WEIGHTS:
+        for other in config.snapshot:
+            target = policies.get(other, (None, (), 0))[0]
+            if target is None or other in training.policies or target.engine not in LOADS_WEIGHTS:
                 raise ValueError(
-                    f"training.policies.{name}.snapshot.to: {config.snapshot.to!r}: expected a model that is not "
-                    f"trained and loads weights (engine {', '.join(LOADS_WEIGHTS)})"
+                    f"training.policies.{name}.snapshot: {other!r}: expected a model that is not trained and loads "
+                    f"weights (engine {', '.join(LOADS_WEIGHTS)})"
                 )
             if config.lora and _takes_adapters(model) and not _takes_adapters(target):
                 raise ValueError(
-                    f"training.policies.{name}.snapshot.to: {config.snapshot.to!r} would get adapters (lora); start "
-                    "its engine for them too, with args: {enable-lora: true}"
+                    f"training.policies.{name}.snapshot: {other!r} would get adapters (lora); start its engine for "
+                    "them too, with args: {enable-lora: true}"
                 )
         _check_sampling(f"{where}.sampling", model.sampling, str(config.loss.kind))
         if samples == 1:
@@ -108,6 +108,23 @@ def _takes_adapters(model: ModelConfig) -> bool:
     return model.engine == "vllm" and bool(options.get("enable-lora"))
 
 
+def check_limits(
+    training: TrainingConfig, policies: Mapping[str, tuple[ModelConfig | None, Sequence[AgentConfig], int]]
+) -> None:
+    """Checks that rollouts have a maximum number of tokens if the loss divides by it.
+
+    Raises:
+        ValueError: An agent has no limit. The message names the key.
+    """
+    for name, config in training.policies.items():
+        unlimited = [agent.title for agent in policies[name][1] if not agent.max_tokens]
+        if config.loss.kind == "dr_grpo" and unlimited:
+            raise ValueError(
+                f"training.policies.{name}.loss.kind: dr_grpo divides by the largest number of tokens that a rollout "
+                f"may sample; set max_tokens of agent {unlimited[0]}, such as max_tokens: 4096"
+            )
+
+
 def check_engine(training: TrainingConfig, kind: str) -> None:
     """Checks that a trainer (``slurm.trainer.kind``) supports the training settings.
 
@@ -126,9 +143,9 @@ def check_engine(training: TrainingConfig, kind: str) -> None:
             )
 
 
-def _check_sampling(where: str, sampling: SamplingConfig, loss: str) -> None:
+def _check_sampling(where: str, sampling: Mapping[str, float], loss: str) -> None:
     for name, neutral in NEUTRAL.items():
-        value = getattr(sampling, name)
+        value = sampling[name]
         if value == neutral or (name == "temperature" and value):
             continue
         why = (
@@ -139,12 +156,12 @@ def _check_sampling(where: str, sampling: SamplingConfig, loss: str) -> None:
         raise ValueError(f"{where}.{name} {value:g}: {why}; leave it out (a trained policy may have a temperature)")
 
 
-def _check_option(where: str, option: str, value: Any, sampling: SamplingConfig, key: str) -> None:
+def _check_option(where: str, option: str, value: Any, sampling: Mapping[str, float], key: str) -> None:
     if value is None or (option == "logit_bias" and not value):
         return
     if option == "logit_bias":
         raise ValueError(f"{where}: a trained policy must choose its tokens freely; leave it out")
-    own = getattr(sampling, option)
+    own = sampling[option]
     if not isinstance(value, int | float) or (-1 if option == "top_k" and value == 0 else value) != own:
         raise ValueError(
             f"{where} {value!r}: a trained policy is sampled with {own:g} ({key}), and calls with other values are not "

@@ -31,11 +31,11 @@ which selects tasks.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
 
-from megaflow_hpc.config.sections import Method, Section, TaskSource, as_list
+from megaflow_hpc.config.sections import STORED, Method, Section, TaskSource, as_list
 
 CLIPS: dict[str, tuple[float, float]] = {
     "ppo": (0.2, 0.2),
@@ -56,13 +56,10 @@ class LossConfig(Section):
 
     kind: Literal["ppo", "grpo", "dr_grpo", "gspo", "dapo", "cispo", "m2po", "rloo"] | Method = "dapo"
     """``ppo``, ``dapo``: clipped token ratios, averaged over all tokens. ``grpo``: averaged within each rollout,
-    then over rollouts. ``dr_grpo``: summed, then divided by rollouts times ``length``. ``gspo``: one ratio per
-    sequence, averaged as in ``grpo``. ``cispo``: clipped ratios as weights without gradient. ``m2po``: limits the
-    second moment of the ratios. ``rloo``: log-probabilities without ratios, divided by the number of rollouts. Or
-    ``module:function``. Default: ``dapo``."""
-    length: int | None = Field(None, ge=1)
-    """Maximum number of sampled tokens in a rollout, by which ``dr_grpo`` divides. Required for ``dr_grpo``.
-    Default: none."""
+    then over rollouts. ``dr_grpo``: summed, then divided by rollouts times the agent's
+    ``max_tokens``. ``gspo``: one ratio per sequence, averaged as in ``grpo``. ``cispo``: clipped ratios as weights
+    without gradient. ``m2po``: limits the second moment of the ratios. ``rloo``: log-probabilities without ratios,
+    divided by the number of rollouts. Or ``module:function``. Default: ``dapo``."""
     clip: tuple[float, float] | None = None
     """Clip range of ratios, as distances from 1: ``[below, above]``, or a single number for both. Default: the
     paper's values for each kind; 0.2 and 0.28 for ``dapo``."""
@@ -95,13 +92,6 @@ class LossConfig(Section):
         if self.kind in ("m2po", "rloo") and self.clip:
             why = "bounds the second moment of ratios" if self.kind == "m2po" else "takes no ratio"
             raise ValueError(f"clip: {self.kind} {why}; leave clip out")
-        if self.kind == "dr_grpo" and self.length is None:
-            raise ValueError(
-                "length: dr_grpo divides by this constant; write the largest number of tokens that a rollout may "
-                "sample, such as length: 4096"
-            )
-        if self.kind != "dr_grpo" and self.length is not None:
-            raise ValueError(f"length: {self.kind} has no such constant; leave length out")
         return self
 
     @property
@@ -119,12 +109,10 @@ class AdvantageConfig(Section):
     ``module:function``, which returns a number for each rollout, sequence or turn. Default: ``dr_grpo``."""
     rewards: dict[str, float] = Field(default_factory=dict)
     """Reward name, as reported by verifiers → weight. Default: the rollout's single reward."""
-    normalise: Literal["together", "apart"] = "together"
-    """Combination of several ``rewards``. ``together``: add them up, then compare sums within the group. ``apart``:
-    compare each reward separately, add up the results and whiten them (GDPO, arXiv 2601.05242). Default:
-    ``together``."""
-    whiten: bool = False
-    """Scale advantages to mean 0 and standard deviation 1 over the tokens of the batch. Default: false."""
+    whiten: bool | Literal["apart"] = False
+    """Scale advantages to mean 0 and standard deviation 1 over the tokens of the batch. ``apart``: the same, after each
+    of several ``rewards`` was compared within its group separately, instead of their sum (GDPO, arXiv 2601.05242).
+    Default: false."""
 
     @field_validator("kind", mode="before")
     @classmethod
@@ -142,8 +130,8 @@ class AdvantageConfig(Section):
 
     @model_validator(mode="after")
     def _one_value(self) -> AdvantageConfig:
-        if isinstance(self.kind, Method) and self.normalise == "apart":
-            raise ValueError(f"normalise: apart: {self.kind} gets one reward per rollout; read sample.rewards in it")
+        if isinstance(self.kind, Method) and self.whiten == "apart":
+            raise ValueError(f"whiten: apart: {self.kind} gets one reward per rollout; read sample.rewards in it")
         return self
 
 
@@ -176,17 +164,6 @@ class OptimizerConfig(Section):
         return self.lr * (1 - done)
 
 
-class LoraConfig(Section):
-    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685)."""
-
-    rank: int = Field(32, ge=1)
-    """Rank of the adapters. Default: 32."""
-    alpha: float = Field(64, gt=0)
-    """Scale of the adapters, before division by the rank. Default: 64."""
-    targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Names of the modules that get adapters. Default: ``all-linear``."""
-
-
 class ParallelConfig(Section):
     """Division of the model and its rows among the trainer's ranks. The default, FSDP over all ranks, suits models
     whose rows fit on one GPU. Replicas × context × tensor must divide the number of ranks."""
@@ -207,15 +184,6 @@ class ParallelConfig(Section):
         return self.context * self.tensor
 
 
-class SnapshotConfig(Section):
-    """Another policy that gets this policy's weights from time to time."""
-
-    to: str
-    """Policy that gets the weights. It has a model of its own, of the same shape, and is not trained."""
-    every: int = Field(10, ge=1)
-    """Number of steps between snapshots. Default: 10."""
-
-
 class PolicyTraining(Section):
     """Training settings of one policy."""
 
@@ -233,18 +201,17 @@ class PolicyTraining(Section):
     """Function ``module:function``, such as a judge, that rewards stored rollouts, sequences or turns before their
     step is planned. Default: none."""
     importance: Literal["none", "token", "sequence"] | Method | None = None
-    """Truncated importance weights, which correct for the difference between the engine's and the trainer's
+    """Importance weights, at most 2, which correct for the difference between the engine's and the trainer's
     probabilities (Yao et al. 2025). ``sequence``: one per sequence, the product over its tokens. Or
     ``module:function``. Default: ``token``; ``none`` for ``gspo``, as in its paper."""
     columns: dict[str, Method] = Field(default_factory=dict)
     """Name → function ``module:function`` that computes an extra value of each token before a step's first update, for
     loss functions. Default: none."""
-    truncate: float = Field(2.0, ge=1)
-    """Upper bound of importance weights. Default: 2."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its learning-rate schedule."""
-    lora: LoraConfig | None = None
-    """Low-rank adapters to train instead of all parameters, with much less memory (arXiv 2106.09685). Default: none."""
+    lora: int | None = Field(None, ge=1)
+    """Rank of low-rank adapters on all linear layers, such as 32, to train instead of all parameters, with much less
+    memory (arXiv 2106.09685). Their alpha is twice the rank. Default: none."""
     vision: Literal["trained", "frozen"] = "trained"
     """Training of an image-text model's tower and projection. Adapters (``lora``) are of the language model only.
     Default: ``trained``."""
@@ -257,9 +224,18 @@ class PolicyTraining(Section):
     """Recompute activations in the backward pass: less memory, slower steps. Default: true."""
     parallel: ParallelConfig = ParallelConfig()
     """Division of the model among the trainer's ranks, each with one GPU."""
-    snapshot: SnapshotConfig | None = None
-    """Another policy that gets this policy's weights every few steps, such as an opponent in self-play. Default:
-    none."""
+    snapshot: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    """Policy that gets this policy's weights → number of steps between updates. For example, an opponent in self-play.
+    It has a model of its own, of the same shape, and is not trained."""
+
+    @field_validator("lora", "snapshot", mode="before")
+    @classmethod
+    def _earlier_forms(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.context != STORED:
+            return value
+        if info.field_name == "lora":
+            return value["rank"] if isinstance(value, dict) else value
+        return {value["to"]: value["every"]} if value and "to" in value else value or {}
 
     @model_validator(mode="after")
     def _whole_adapters(self) -> PolicyTraining:
@@ -285,39 +261,21 @@ def _range(value: Any) -> Any:
 Range = Annotated[tuple[float, float, Literal["inclusive", "exclusive"]], BeforeValidator(_range)]
 
 
-class OverlongConfig(Section):
-    """Penalty on the reward of long rollouts."""
+class OverLength(NamedTuple):
+    """Maximum number of tokens of a trained sequence, and what happens to rollouts with a longer one."""
 
-    longest: int = Field(ge=1)
-    """Number of sampled tokens at which the full penalty applies."""
-    buffer: int = Field(ge=1)
-    """Tokens before ``longest`` over which the penalty grows from 0."""
-    penalty: float = -1.0
-    """Full penalty, added to the reward. Default: -1."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> OverlongConfig:
-        if self.buffer > self.longest:
-            raise ValueError(f"buffer {self.buffer} is larger than longest {self.longest}")
-        return self
-
-
-class OverLengthConfig(Section):
-    """Handling of sequences that are too long to train on."""
-
-    longest: int = Field(ge=1)
-    """Maximum number of tokens of a sequence, prompts included."""
+    longest: Annotated[int, Field(ge=1)]
     how: Literal["drop", "truncate", "penalise"] = "drop"
-    """``drop``: drop the rollout. ``truncate``: do not train on the tokens after the first ``longest``.
-    ``penalise``: truncate, and lower the reward by 1. Default: ``drop``."""
 
 
-class MaskUnfinished(Section):
-    """Excludes truncated rollouts from training."""
+def _over_length(value: Any) -> Any:
+    return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-class ShuffleConfig(Section):
-    """Permutes the rewards of a step's rollouts at random."""
+_TOKENS = {"type": "integer", "minimum": 1}
+OVER_LENGTH_SCHEMA = {
+    "anyOf": [_TOKENS, {"type": "array", "prefixItems": [_TOKENS, {"enum": ["drop", "truncate", "penalise"]}]}]
+}
 
 
 class ZeroVariance(Section):
@@ -330,21 +288,15 @@ class DataStep(Section):
     penalty: float | None = None
     """Number added to the reward of a rollout that a limit on turns, tokens or time truncated. MegaFlow, appendix
     D.1, uses -0.5."""
-    overlong: OverlongConfig | None = None
-    """Lowers the rewards of long rollouts (soft overlong punishment: DAPO, section 3.4)."""
-    over_length: OverLengthConfig | None = None
-    """Handling of rollouts with a sequence that is too long to train on."""
-    mask_unfinished: MaskUnfinished | None = None
-    """Excludes truncated rollouts from training."""
-    shuffle: ShuffleConfig | None = None
-    """Permutes rewards at random, for control runs in which rewards carry no information."""
+    over_length: Annotated[OverLength, BeforeValidator(_over_length), WithJsonSchema(OVER_LENGTH_SCHEMA)] | None = None
+    """Maximum number of tokens of a sequence, prompts included. Rollouts with a longer one are dropped. With
+    ``[tokens, truncate]``, their first tokens are trained on. With ``[tokens, penalise]``, their reward is also lowered
+    by 1."""
     zero_variance: ZeroVariance | None = None
     """Drops groups in which all rewards are equal, because their advantages are 0."""
     pass_rate: Range | None = None
     """Range of pass rates outside which groups are dropped: ``[from, to]``, or ``[from, to, exclusive]`` to exclude
     the bounds. A rollout passes if its reward is at least ``pass_threshold``."""
-    staleness: int | None = Field(None, ge=0)
-    """Maximum age of a token, in weight versions. Rollouts with older tokens are dropped."""
     replay: float | None = Field(None, ge=0, lt=1)
     """Maximum share of a step's groups that are replayed from earlier steps: the newest, each at most once."""
     method: Method | None = None
@@ -370,22 +322,14 @@ class PromptsConfig(Section):
     """Selection of the tasks to request next. By default, all tasks are requested in random order before any is
     repeated."""
 
-    order: Literal["uniform", "curriculum"] | Method = "uniform"
+    order: Literal["uniform", "curriculum", "greso"] | Method = "uniform"
     """``uniform``: random order, all tasks before any is repeated. ``curriculum``: prefer tasks with a pass rate
-    near one half. Or ``module:function``, which selects among the tasks that the keys below allow. Default:
-    ``uniform``."""
+    near one half. ``greso``: as ``uniform``, but request tasks less often while all rewards in their groups are equal
+    (GRESO: Zheng et al. 2025, arXiv 2506.02177). Or ``module:function``, which selects among the tasks that
+    ``pass_rate`` allows. Default: ``uniform``."""
     pass_rate: Range | None = None
     """Range of pass rates outside which tasks are not requested again: ``[from, to]``, or ``[from, to, exclusive]``
     to exclude the bounds. Default: no range."""
-    greso: bool = False
-    """Request tasks less often while all rewards in their groups are equal (GRESO: Zheng et al. 2025, arXiv
-    2506.02177). Default: false."""
-
-    @model_validator(mode="after")
-    def _one_chooser(self) -> PromptsConfig:
-        if self.greso and isinstance(self.order, Method):
-            raise ValueError(f"greso: {self.order} chooses tasks itself; leave greso out")
-        return self
 
 
 class HeldOutConfig(Section):
@@ -433,7 +377,7 @@ class TrainingConfig(Section):
     """Evaluation on held-out tasks. Default: none."""
 
     @property
-    def over_length(self) -> OverLengthConfig | None:
+    def over_length(self) -> OverLength | None:
         """Settings of the ``over_length`` step of ``data``. ``None`` if ``data`` has no such step."""
         return next((step.over_length for step in self.data if step.over_length), None)
 
@@ -453,9 +397,11 @@ class TrainingConfig(Section):
 
     @field_validator("data", mode="before")
     @classmethod
-    def _bare_steps(cls, value: Any) -> Any:
+    def _bare_steps(cls, value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, list):
             return value
+        if info.context == STORED:  # an earlier version may have stored steps that this one does not know
+            value = [item for item in value if any(item.get(name) is not None for name in DataStep.model_fields)]
         named = [{"method": item} if isinstance(item, str) and ":" in item else item for item in value]
         return [{item: {}} if isinstance(item, str) else item for item in named]
 
@@ -465,7 +411,7 @@ class TrainingConfig(Section):
             asked = policy.loss.minibatch
             if asked and asked > self.batch:
                 raise ValueError(f"policies.{name}.loss.minibatch: {asked} tasks are more than batch: {self.batch}")
-        once = [step.name for step in self.data if step.name in ("staleness", "replay", "over_length")]
+        once = [step.name for step in self.data if step.name in ("replay", "over_length")]
         for kind in once:
             if once.count(kind) > 1:
                 raise ValueError(f"data: {kind} is given twice")

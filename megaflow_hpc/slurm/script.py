@@ -199,7 +199,7 @@ def pod_job(
     pods = config.slurm.pods
     own: dict[str, Any] = {}
     if pool:
-        own = {"partition": pool.partition, "account": pool.account, "time": _walltime(pool.time), "nodes": pool.nodes}
+        own = {"partition": pool.partition, "time": _walltime(pool.time)}
         own = {name: value for name, value in own.items() if value is not None} | pool.extra
     options = {
         **_common(config, run, "pod"),

@@ -237,11 +237,11 @@ class Step:
         if flow.rank:
             return current(flow.run, flow.policy)
         flow.check()
-        snapshot = flow.settings.snapshot
-        if snapshot and self.number % snapshot.every == 0:
-            token = f"{flow.policy}-step-{self.number:06d}"
-            publish(flow.run, folder, snapshot.to, keep=keep, token=token, digest=self._digest, checksums=checksums)
-        # Identify the version by the plan, because on a GPU a repeated step may produce different bits.
+        for other, every in flow.settings.snapshot.items():
+            if self.number % every == 0:
+                token = f"{flow.policy}-step-{self.number:06d}"
+                publish(flow.run, folder, other, keep=keep, token=token, digest=self._digest, checksums=checksums)
+        # The version is identified by the plan, because a repeated step may produce different bits on a GPU.
         made = publish(
             flow.run,
             folder,

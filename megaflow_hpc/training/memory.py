@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.config.training import LoraConfig, PolicyTraining
+from megaflow_hpc.config.training import PolicyTraining
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.rundir.safetensors import BITS, read_directory
@@ -273,7 +273,7 @@ def predict(
     ends, output = model.ends / ends_divided, model.output / ends_divided
 
     # Memory that stays allocated.
-    adapters = _adapters(model, settings.lora) if settings.lora else 0
+    adapters = (settings.lora or 0) * sum(model.linear.values())
     sees = settings.vision == "trained"
     trained = adapters or share + vision * sees
     on_gpu = 0.0 if settings.optimizer.offload else trained
@@ -394,13 +394,6 @@ def _token_flops(model: ModelShape, settings: PolicyTraining, tokens: int) -> fl
     passes = 2 if settings.lora else 3
     again = int(settings.recompute)
     return 2 * layers * (passes + again) + 2 * model.output * (passes + 1) + attention * (3.5 + again)
-
-
-def _adapters(model: ModelShape, lora: LoraConfig) -> int:
-    """Returns the total number of parameters of the LoRA adapters."""
-    every = lora.targets == "all-linear"
-    sizes = (n for name, n in model.linear.items() if every or set(name.split(".")) & set(lora.targets))
-    return lora.rank * sum(sizes)
 
 
 def _first(config: Mapping[str, Any], *names: str) -> Any:

@@ -60,6 +60,12 @@ class TrainedPolicy:
     temperature: float
     """Sampling temperature, by which a trainer divides logits."""
 
+    @property
+    def max_tokens(self) -> int | None:
+        """Maximum number of tokens that a rollout may sample. ``None`` without a limit."""
+        limits = [agent.max_tokens for agent in self.agents]
+        return max(limit for limit in limits if limit) if limits and all(limits) else None
+
     def rollouts(self, groups: Sequence[tuple[str, int]], samples: int, random: np.random.Generator) -> list[Rollout]:
         """Returns the rollouts of groups to train on. Groups are assigned to agents in proportion to the agents'
         shares. With ``mix_agents``, the samples within each group are assigned to agents instead.

@@ -183,6 +183,48 @@ def by_duration(
     return [weighted(group) for group in groups]
 
 
+def soft_overlong(
+    groups: Sequence[SampleGroup],
+    version: int,
+    random: np.random.Generator,
+    longest: int,
+    buffer: int,
+    penalty: float = -1.0,
+) -> list[SampleGroup]:
+    """Adds a penalty that is 0 up to ``longest`` − ``buffer`` sampled tokens and falls linearly to ``penalty`` at
+    ``longest``: soft overlong punishment (Yu et al. 2025, DAPO, arXiv 2503.14476, section 3.4)."""
+    if not 0 < buffer <= longest:
+        raise ConfigError(f"soft_overlong: buffer {buffer}: expected a number from 1 to longest ({longest})")
+
+    def punished(sample: Sample) -> Sample:
+        share = min(max(sample.tokens - (longest - buffer), 0) / buffer, 1.0)
+        return replace(sample, penalty=sample.penalty + penalty * share)
+
+    return [group.only(tuple(map(punished, group.samples))) for group in groups]
+
+
+def mask_truncated(groups: Sequence[SampleGroup], version: int, random: np.random.Generator) -> list[SampleGroup]:
+    """Gives truncated rollouts weight 0, so that they count in their group but are not trained on: overlong filtering
+    (DAPO, arXiv 2503.14476, section 3.4)."""
+
+    def masked(sample: Sample) -> Sample:
+        return replace(sample, weight=0.0) if sample.status == "truncated" else sample
+
+    return [group.only(tuple(map(masked, group.samples))) for group in groups]
+
+
+def shuffled(groups: Sequence[SampleGroup], version: int, random: np.random.Generator) -> list[SampleGroup]:
+    """Permutes the rewards of a step's rollouts at random, for control runs in which rewards carry no information."""
+    samples = [sample for group in groups for sample in group.samples]
+    givers = iter([samples[index] for index in random.permutation(len(samples))])
+
+    def taken(sample: Sample) -> Sample:
+        giver = next(givers)
+        return replace(sample, reward=giver.reward, rewards=giver.rewards)
+
+    return [group.only(tuple(map(taken, group.samples))) for group in groups]
+
+
 def past_successes(
     groups: Sequence[SampleGroup],
     version: int,

@@ -130,7 +130,7 @@ def fields(task: str, model: Path, steps: int, seed: int, shuffle: bool) -> dict
             "steps": steps,
             "staleness": 0,
             "checkpoint_every": 20,
-            **({"data": ["shuffle"]} if shuffle else {}),
+            **({"data": ["megaflow_hpc.training.recipes:shuffled"]} if shuffle else {}),
         },
         "slurm": {
             "pods": {"count": 1, "ranks_per_node": 2, "slots_per_rank": 80, "mem_gb": 3, "time": 60},

@@ -47,7 +47,7 @@ GOAL_S = 0.32
 def measure(folder: Path, model: Path, interpreter: str, options: argparse.Namespace) -> list[Figure]:
     """Publishes nearly the same weights again and again."""
     section: dict[str, Any] = {"engine": "vllm", "path": str(model), "gpus": 0, "python": interpreter}
-    section |= {"args": {"max-model-len": 2048}, "weights": {"running": "continue", "update": "together"}}
+    section |= {"args": {"max-model-len": 2048}, "weights": "continue"}
     # One thread computes: as many as cores leave none to what asks and answers, and the model is tiny.
     env = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "SLURMD_NODENAME": f"node{options.number}"}
     others = [n for n in range(options.readers + 1) if n != options.number]

@@ -166,7 +166,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, base_sif: Path) -> RunDir:
     (folder / "rubric.yaml").write_text(RUBRIC)
     (folder / "agent.yaml").write_text(yaml.safe_dump({"default": ["good"]}))
     (folder / "grader.yaml").write_text(yaml.safe_dump({"default": ["yes"]}))
-    grader = {"engine": "scripted", "script": "grader.yaml", "judge": True, "price": {"input": 1.0, "output": 2e6}}
+    grader = {"engine": "scripted", "script": "grader.yaml", "judge": True, "price": [1.0, 2e6]}
     fields = {
         "name": "reverified",
         "tasks": ["things:Fix", "things:Loose", "things:Talk", "things:Out"],

@@ -53,7 +53,7 @@ def test_a_compose_task_and_the_campaigns_own_service_run(tmp_path: Path, base_s
     write_compose_task(
         tmp_path / "tasks", "shop", SHOP_COMPOSE, SHOP_FILES, solution, f"{BOUGHT} && {ASKED} && test -e /app/asked"
     )
-    echo = {"command": ["python3", "-c", ECHO, "7000", "echo "], "ports": [7000], "health": {"ready_s": 60}}
+    echo = {"command": ["python3", "-c", ECHO, "7000", "echo "], "ports": [7000]}
     campaign = write_campaign(tmp_path, base_sif, services={"echo": echo})
     validated = cli("tasks", "validate", tmp_path / "tasks" / "shop", "--campaign", campaign, "--json")
     assert json.loads(validated.stdout)["valid"], validated.stdout
@@ -81,7 +81,7 @@ class Talks:
 
 
 def test_a_python_task_has_services_of_its_own_next_to_a_task_without_a_sandbox(tmp_path: Path, base_sif: Path) -> None:
-    service = {"command": ["python3", "-c", ECHO, "7000", "echo "], "ports": [7000], "health": {"ready_s": 60}}
+    service = {"command": ["python3", "-c", ECHO, "7000", "echo "], "ports": [7000]}
     (tmp_path / "asking.py").write_text(f"SERVICE = {service}\nASK = {ask('echo', 7000, 'hi')}\n{PYTHON_TASKS}")
     result, done = run_local(write_campaign(tmp_path, base_sif, tasks=["asking:Asks", "asking:Talks"], agent="nop"))
     assert done.returncode == 0, done.stderr

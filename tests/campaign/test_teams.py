@@ -76,8 +76,8 @@ def test_only_the_owner_runs_rollouts() -> None:
             "team.roles.checker.policy: 'second' is a judge, which agents cannot call; leave judge out",
         ),
         (
-            {"training": {"policies": {"author": {"snapshot": {"to": "author"}}}}},
-            "training.policies.author.snapshot.to: 'author': expected a model that is not trained",
+            {"training": {"policies": {"author": {"snapshot": {"author": 10}}}}},
+            "training.policies.author.snapshot: 'author': expected a model that is not trained",
         ),
         (
             {"agent": ["nop", {"as": "writer", "name": "oracle"}]},
@@ -105,9 +105,9 @@ def test_only_the_owner_runs_rollouts() -> None:
         (
             {
                 "models": {"author": {**MODEL, "args": {"enable-lora": True}}, "second": MODEL},
-                "training": {"policies": {"author": {"lora": {}, "snapshot": {"to": "second"}}}},
+                "training": {"policies": {"author": {"lora": 32, "snapshot": {"second": 10}}}},
             },
-            r"snapshot.to: 'second' would get adapters \(lora\); start its engine for them too",
+            r"snapshot: 'second' would get adapters \(lora\); start its engine for them too",
         ),
     ],
 )

@@ -137,7 +137,7 @@ def test_a_sleeping_engine_is_in_its_trainers_job_and_in_no_array(make_campaign:
 
 
 @pytest.mark.parametrize(
-    ("engine", "how", "level"), [("vllm", "{}", 2), ("vllm", "{lora: {}}", 1), ("scripted", "{}", 1)]
+    ("engine", "how", "level"), [("vllm", "{}", 2), ("vllm", "{lora: 32}", 1), ("scripted", "{}", 1)]
 )
 def test_an_engine_drops_its_weights_in_its_sleep_if_it_gets_new_ones_anyway(engine: str, how: str, level: int) -> None:
     text = SHARED.replace("engine: scripted", f"engine: {engine}").replace("default: {}", f"default: {how}")
@@ -237,10 +237,10 @@ def test_a_function_that_needs_the_trainers_libraries_is_not_tried_without_them(
 @pytest.mark.parametrize(
     ("column", "policy", "training", "said"),
     [
-        ("old", "lora: {}", "", "lora publishes only adapters; leave lora or this column out"),
-        ("average", "lora: {}", "", "lora publishes only adapters; leave lora or this column out"),
+        ("old", "lora: 32", "", "lora publishes only adapters; leave lora or this column out"),
+        ("average", "lora: 32", "", "lora publishes only adapters; leave lora or this column out"),
         ("old", "", "publish_delta: true", "publish_delta publishes differences; leave publish_delta or this column"),
-        ("reference", "lora: {}", "publish_delta: true", ""),
+        ("reference", "lora: 32", "publish_delta: true", ""),
     ],
 )
 def test_columns_of_earlier_versions_are_refused_if_versions_are_not_whole(

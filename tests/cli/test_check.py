@@ -338,7 +338,7 @@ def test_sequences_longer_than_a_row_of_the_training_are_warned_of(
 
     (line,) = warned("{policies: {default: }}")
     assert "32768 tokens, but the servers allow sequences of 131072: a longer sequence is trained in a row of" in line
-    assert warned("{policies: {default: }, data: [{over_length: {longest: 32768}}]}") == []
+    assert warned("{policies: {default: }, data: [{over_length: 32768}]}") == []
     assert warned("{policies: {default: {microbatch: 131072}}}") == []
 
 

@@ -71,7 +71,7 @@ def test_fit_estimates_seconds_for_known_gpus(training: Callable[..., Path], meg
 def test_every_named_remedy_is_one(training: Callable[..., Path], megaflow: Megaflow) -> None:
     policies = {
         "optimizer.offload: true": "parallel: {context: 4}, optimizer: {offload: true}",
-        "lora: {}": "parallel: {context: 4}, lora: {}",
+        "lora: 32": "parallel: {context: 4}, lora: 32",
     }
     remedies = json.loads(megaflow("training", "fit", training("parallel: {context: 4}"), "--json").stdout)[0]
     assert policies.keys() <= set(remedies["remedies"])

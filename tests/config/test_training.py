@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from megaflow_hpc import config
+from megaflow_hpc.config.model import ModelConfig
 from megaflow_hpc.config.training import (
     CLIPS,
     LossConfig,
     OptimizerConfig,
-    OverlongConfig,
     PolicyTraining,
     TrainingConfig,
 )
@@ -29,13 +29,12 @@ training:
     default:
       base: /models/Qwen3-4B
       loss: {kind: gspo, clip: [2.0e-4, 4.0e-4], epochs: 2, minibatch: 64}
-      advantage: {kind: grpo, rewards: {tests: 1.0, style: 0.1}, normalise: apart}
+      advantage: {kind: grpo, rewards: {tests: 1.0, style: 0.1}, whiten: apart}
       importance: token
-      truncate: 2.0
       optimizer: {lr: 1.0e-6, clip_norm: 1.0}
   batch: 64
   staleness: 2
-  data: [{penalty: -0.5}, {zero_variance: {}}, {staleness: 2}, {replay: 0.0}]
+  data: [{penalty: -0.5}, {zero_variance: {}}, {over_length: [65536, truncate]}, {replay: 0.0}]
   prompts: {order: uniform, pass_rate: [0.0, 1.0, exclusive]}
   steps: 100
   checkpoint_every: 5
@@ -69,9 +68,9 @@ def test_everything_can_be_said(tmp_path: Path) -> None:
     assert training is not None
     policy = training.policies["default"]
     assert (policy.loss.band, policy.loss.minibatch, policy.loss.epochs) == ((2e-4, 4e-4), 64, 2)
-    assert [step.name for step in training.data] == ["penalty", "zero_variance", "staleness", "replay"]
+    assert [step.name for step in training.data] == ["penalty", "zero_variance", "over_length", "replay"]
     assert training.data[0].penalty == -0.5
-    assert training.data[2].staleness == 2
+    assert training.over_length == (65536, "truncate")
     assert training.evaluate is not None
     assert training.evaluate.tasks[0].path == "tasks/held-out/*"
     assert campaign.slurm.trainer.gpus == 4
@@ -107,15 +106,13 @@ def test_gspo_has_no_importance_weights_unless_the_file_asks_for_them() -> None:
         ("policies: {default: {loss: {kind: median}}}", "median is an advantage; write advantage: {kind: median}"),
         ("policies: {default: {advantage: {kind: gspo}}}", "gspo is a loss; write loss: {kind: gspo}"),
         ("policies: {default: {loss: {minibatch: {tasks: 4}}}}", "expected a whole number"),
-        ("policies: {default: {lora: {}, parallel: {expert: 2}}}", "adapters (lora) need expert: 1"),
+        ("policies: {default: {lora: 8, parallel: {expert: 2}}}", "adapters (lora) need expert: 1"),
         ("policies: {default: {parallel: {context: 0}}}", "parallel.context 0: expected a whole number of at least 1"),
         ("policies: {default: {loss: {minibatch: 64}}}", "64 tasks are more than batch: 16"),
         ("policies: {default: {loss: {clip: [0, 0.2]}}}", "both positive, such as [0.2, 0.28]"),
         ("policies: {default: {loss: {kind: m2po, clip: 0.2}}}", "m2po bounds the second moment of ratios"),
         ("policies: {default: {loss: {kind: rloo, clip: 0.2}}}", "rloo takes no ratio; leave clip out"),
-        ("policies: {default: {loss: {kind: dr_grpo}}}", "may sample, such as length: 4096"),
-        ("policies: {default: {loss: {kind: grpo, length: 4096}}}", "grpo has no such constant; leave length out"),
-        ("policies: {default: {loss: {kind: dr_grpo, length: 0}}}", "length 0: expected a whole number of at least 1"),
+        ("policies: {default: {loss: {kind: dr_grpo}}}", "set max_tokens of agent mini-swe-agent, such as max_tokens"),
         ("policies: {default: {advantage: {rewards: {a: 0}}}}", "every weight is 0"),
         ("policies: {default: {advantage: {rewards: {a: .nan}}}}", "rewards.a nan: expected a number"),
         (
@@ -126,19 +123,19 @@ def test_gspo_has_no_importance_weights_unless_the_file_asks_for_them() -> None:
         ("policies: {default: }\nbatch: {tasks: 2}", "training.batch: expected a whole number of at least 1, found"),
         ("policies: {default: }\ndata: [{zero_variance: {}, penalty: -1}]", "one name with its settings"),
         ("policies: {default: }\ndata: [filter]", "unknown key 'training.data.0.filter'"),
-        ("policies: {default: }\ndata: [{staleness: 1}, {staleness: 2}]", "staleness is given twice"),
+        ("policies: {default: }\ndata: [{over_length: 1}, {over_length: 2}]", "over_length is given twice"),
+        (
+            "policies: {default: }\ndata: [{over_length: [0, drop]}]",
+            "over_length.0 0: expected a whole number of at least 1",
+        ),
+        ("policies: {default: }\ndata: [{over_length: [9, cut]}]", "'cut': expected 'drop', 'truncate' or 'penalise'"),
         ("policies: {default: }\ndata: [{replay: 0.1}, {replay: 0.2}]", "replay is given twice"),
         (
             "policies: {default: }\ndata: [{replay: {ratio: 0.3}}]",
             "replay: expected a number",
         ),
-        ("policies: {default: }\ndata: [{overlong: {longest: 10, buffer: 20}}]", "buffer 20 is larger than longest 10"),
         ("policies: {default: }\ndata: [{pass_rate: [0.9, 0.1]}]", "the lower one first"),
         ("policies: {default: }\nprompts: {pass_rate: [0, 2]}", "bounds are pass rates from 0 to 1"),
-        (
-            "policies: {default: }\nprompts: {greso: true, order: 'own:chosen'}",
-            "greso: own:chosen chooses tasks itself; leave greso out",
-        ),
     ],
 )
 def test_a_mistake_is_told_with_its_remedy(tmp_path: Path, text: str, expected: str) -> None:
@@ -242,7 +239,7 @@ def test_the_papers_recipe_is_a_campaign_file() -> None:
 
 
 def test_every_loss_has_a_band_of_its_paper() -> None:
-    losses = {kind: LossConfig(kind=kind, length=9 if kind == "dr_grpo" else None) for kind in CLIPS}  # type: ignore[arg-type]
+    losses = {kind: LossConfig(kind=kind) for kind in CLIPS}  # type: ignore[arg-type]
     assert {kind: loss.band for kind, loss in losses.items()} == CLIPS
     assert LossConfig.model_validate({"kind": "ppo", "clip": 0.1}).band == (0.1, 0.1)
 
@@ -256,8 +253,24 @@ def test_the_learning_rate_rises_stays_and_falls() -> None:
     assert OptimizerConfig(lr=8.0, schedule="linear").rate(1, 1) == 8
 
 
-def test_over_long_needs_its_lengths() -> None:
-    assert OverlongConfig(longest=100, buffer=20).penalty == -1
+def test_a_run_that_an_earlier_version_planned_is_read() -> None:
+    fields = {"name": "x", "tasks": ["t"], "agent": ["nop"], "samples": 4, "model": {"path": "m"}}
+    whole = {**fields, "training": {"policies": {"default": {"loss": {"kind": "dr_grpo", "length": 9}}}}}
+    assert config.resolved(config.CampaignConfig, whole).agent[0].max_tokens is None
+    policy = {"lora": {"rank": 8, "alpha": 16, "targets": "all-linear"}, "snapshot": {"to": "other", "every": 5}}
+    training = config.resolved(TrainingConfig, {"policies": {"p": policy, "q": {"lora": None, "snapshot": None}}})
+    assert [(p.lora, p.snapshot) for p in training.policies.values()] == [(8, {"other": 5}), (None, {})]
+
+
+def test_steps_of_a_run_that_an_earlier_version_planned_are_read_or_left_out() -> None:
+    stored = [
+        {"penalty": -0.5, "shuffle": None},
+        {"penalty": None, "shuffle": {}},
+        {"over_length": {"longest": 9, "how": "drop"}},
+    ]
+    training = config.resolved(TrainingConfig, {"policies": {"p": {}}, "data": stored})
+    assert [step.name for step in training.data] == ["penalty", "over_length"]
+    assert training.over_length == (9, "drop")
 
 
 def test_a_trained_policy_may_have_a_temperature(tmp_path: Path) -> None:
@@ -265,16 +278,45 @@ def test_a_trained_policy_may_have_a_temperature(tmp_path: Path) -> None:
     text = text.replace("agent: mini-swe-agent", "agent: {name: mini-swe-agent, args: {model: {temperature: 0.7}}}")
     model = load(tmp_path, text + "training: {policies: {default: }}\n").policies()["default"].model
     assert model
-    assert model.sampling.model_dump() == {**NEUTRAL, "temperature": 0.7}
+    assert model.sampling == {**NEUTRAL, "temperature": 0.7}
 
 
 def test_sampling_is_neutral_by_default_and_what_engines_would_change_is_refused(tmp_path: Path) -> None:
     model = load(tmp_path, CAMPAIGN).policies()["default"].model
     assert model
-    assert model.sampling.model_dump() == NEUTRAL
+    assert model.sampling == NEUTRAL
     assert "engines raise it to 0.01" in complaint(
         tmp_path, CAMPAIGN.replace("{path: m}", "{path: m, sampling: {temperature: 0.001}}")
     )
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("sampling: {temprature: 1}", "model.sampling: unknown parameter 'temprature'; known here: frequency_penalty"),
+        ("sampling: {top_p: 2}", "top_p 2: expected a number from 0 to 1"),
+        ("sampling: {top_p: 0}", "top_p 0: expected a number above 0"),
+        ("sampling: {min_p: true}", "min_p True: expected a number from 0 to 1"),
+        ("price: 3", "model.price 3: expected a list"),
+        ("price: [3]", "'model.price.1' is missing; add it"),
+        ("price: [3, -1]", "model.price.1 -1: expected a number of at least 0"),
+        ("weights: never", "model.weights 'never': expected 'rolling', 'together' or 'continue'"),
+    ],
+)
+def test_a_wrong_model_key_is_told_with_its_remedy(tmp_path: Path, key: str, expected: str) -> None:
+    assert expected in complaint(tmp_path, CAMPAIGN.replace("{path: m}", f"{{path: m, {key}}}"))
+
+
+def test_a_model_that_an_earlier_version_planned_is_read() -> None:
+    stored = {
+        "path": "m",
+        "price": {"input": 3.0, "output": 15.0},
+        "weights": {"update": "together", "running": "finish"},
+        "also": [{"gpus": 2, "weight": 3.0}],
+    }
+    model = config.resolved(ModelConfig, {**stored, "sampling": {**NEUTRAL, "temperature": 0.5}})
+    assert (model.price, model.weights, model.also) == ((3.0, 15.0), "together", ({"gpus": 2},))
+    assert model.sampling["temperature"] == 0.5
 
 
 def test_a_group_of_one_sample_is_refused(tmp_path: Path) -> None:

@@ -115,10 +115,10 @@ def test_dollars_are_summed_over_all_pods_and_need_a_price(run: RunDir) -> None:
     assert budget.exceeded({"a.0": {"usd": 2.5}, "b.0": {"usd": 3.0}}) == spent
     external = {"engine": "external", "base_url": "http://h"}
     fields = {"name": "x", "tasks": "t", "agent": "mini-swe-agent", "limits": {"usd": 5}}
-    for models in ({"model": external}, {"models": {"a": {**external, "price": {"input": 1}}, "b": external}}):
+    for models in ({"model": external}, {"models": {"a": {**external, "price": [1, 0]}, "b": external}}):
         with pytest.raises(ConfigError, match=r"limits\.usd: without model(s\.b)?\.price, calls cost nothing"):
             parse({**fields, **models})
-    parse({**fields, "model": {**external, "price": {"input": 1}}})
+    parse({**fields, "model": {**external, "price": [1, 0]}})
 
 
 @pytest.mark.slow
@@ -127,7 +127,7 @@ def test_a_campaign_that_spent_its_dollars_stops_cleanly_and_goes_on_when_they_a
 ) -> None:
     (tmp_path / "asker.py").write_text(ASKER)
     extra = """
-        model: {engine: scripted, script: answers.yaml, price: {output: 1000000}}  # a dollar for each sampled token
+        model: {engine: scripted, script: answers.yaml, price: [0, 1000000]}  # a dollar for each sampled token
         limits: {usd: 2}
         slurm: {pods: {slots_per_rank: 1}}
         """

@@ -274,40 +274,32 @@ async def test_options_that_are_allowed_reach_the_engine_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "allowed"),
+    "url",
     [
-        ("https://images.example.org/a/b.png?c=d&e=%20", True),
-        ("http://IMAGES.example.org:8080/a", True),
-        ("https://images.example.org", True),
-        ("https://images.example.org.evil.net/a", False),
-        ("https://evil.net/images.example.org", False),
-        ("https://images.example.org@127.0.0.1/a", False),
-        ("http://127.0.0.1\\@images.example.org/a", False),
-        ("http://images.example.org\\@127.0.0.1/a", False),
-        ("http://images.example.org#@127.0.0.1/a", False),
-        ("http://images.example.org\n127.0.0.1/a", False),
-        ("http://images.example.org%2f@127.0.0.1/a", False),
-        ("http://127.0.0.1/a", False),
-        ("http://[::1]/a", False),
-        ("http:/images.example.org/a", False),
-        ("file://images.example.org/etc/passwd", False),
-        ("gopher://images.example.org/a", False),
+        "https://images.example.org/a/b.png?c=d&e=%20",
+        "https://images.example.org@127.0.0.1/a",
+        "http://127.0.0.1/a",
+        "http://[::1]/a",
+        "http:/images.example.org/a",
+        "file://images.example.org/etc/passwd",
+        "gopher://images.example.org/a",
+        "data:text/html;base64,aGk=",
     ],
 )
 @in_loop
-async def test_images_lie_where_the_campaign_allows_or_nowhere(url: str, allowed: bool) -> None:
-    async with serving(upstream := Upstream(), media_domains={"p": ("images.example.org",)}) as gateway:
+async def test_images_are_sent_as_data_and_never_by_their_address(url: str) -> None:
+    async with serving(upstream := Upstream()) as gateway:
         model = await gateway.open("t/p/0", "p")
         status, reply = await call(model, "/chat/completions", image(url))
-        assert status == (200 if allowed else 400), reply
+        assert status == 400, reply
+        assert "send the image itself" in json.dumps(reply)
         source = {"type": "url", "url": url}
         message = {"messages": [{"role": "user", "content": [{"type": "image", "source": source}]}], "max_tokens": 9}
-        assert (await call(model, "/messages", message))[0] == status
-        counted = await call(model, "/messages/count_tokens", message)
-        assert counted[0] == status
+        assert (await call(model, "/messages", message))[0] == 400
+        assert (await call(model, "/messages/count_tokens", message))[0] == 400
         item = {"role": "user", "content": [{"type": "input_image", "image_url": url}]}
-        assert (await call(model, "/responses", {"input": [item]}))[0] == status
-    assert len(upstream.bodies) == (4 if allowed else 0)
+        assert (await call(model, "/responses", {"input": [item]}))[0] == 400
+    assert upstream.bodies == []
 
 
 # --- failures of an engine that an agent may cause ------------------------------------------------------------

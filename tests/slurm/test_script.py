@@ -77,7 +77,7 @@ def test_a_service_job_has_memory_for_the_process_that_watches_the_service() -> 
 
 
 def test_pools_say_only_what_they_have_otherwise() -> None:
-    pods = {**CAMPAIGN["slurm"]["pods"], "pools": [{"account": "other", "time": 30, "count": 2}]}
+    pods = {**CAMPAIGN["slurm"]["pods"], "pools": [{"extra": {"account": "other"}, "time": 30, "count": 2}]}
     parsed = config.parse({**CAMPAIGN, "slurm": {**CAMPAIGN["slurm"], "pods": pods}})
     first, second = arrays.pod_jobs(parsed, RunDir("/r"), limits.Allowance())
     assert (first.indices, second.indices) == ("0-2", "0-1")

@@ -43,7 +43,7 @@ class Reader:
     def __init__(self, run: RunDir, number: int, node: str, scratch: Path, update: str = "together") -> None:
         scratch.mkdir(mode=0o700, exist_ok=True)
         self.proxy = Proxy()
-        what = Assignment(number, "default", {"weights": {"update": update}})
+        what = Assignment(number, "default", {"weights": update})
         with mock.patch.dict(os.environ, {"SLURMD_NODENAME": node}):
             self.updater = WeightUpdater(run, what, self.proxy)
         self.updater.copies.scratch = self._scratch = scratch

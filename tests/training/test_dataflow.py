@@ -139,7 +139,7 @@ def test_a_slow_group_is_waited_for_before_it_is_too_old_and_not_earlier(tmp_pat
 
 
 def test_what_is_dropped_has_its_cause_in_the_plan_and_holds_up_nothing(tmp_path: Path) -> None:
-    training = {**SYNCHRONOUS, "batch": 4, "data": ["zero_variance", {"staleness": 0}]}
+    training = {**SYNCHRONOUS, "batch": 4, "data": ["zero_variance"]}
     run = training_run(tmp_path / "run", training, tasks=4, samples=4)
 
     def reward(rollout: Rollout) -> float | None:
@@ -710,7 +710,7 @@ def test_trainers_are_told_the_temperature_at_which_the_policy_samples(tmp_path:
 
 @pytest.mark.parametrize("how", ["drop", "truncate", "penalise"])
 def test_no_step_trains_on_a_sequence_over_length(tmp_path: Path, how: str) -> None:
-    data = [{"over_length": {"longest": 20, "how": how}}]
+    data = [{"over_length": [20, how]}]
     training = {**SYNCHRONOUS, "steps": 1, "data": data}
     run = training_run(tmp_path, training, tasks=2, samples=8)
     flow = begun(run, pods_of(run))

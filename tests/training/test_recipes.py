@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megaflow_hpc.config.training import PolicyTraining, PromptsConfig, TrainingConfig
+from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.rewards import GivenReward, RewardLog
 from megaflow_hpc.training.algorithms import Prompts, advantages, choose
@@ -22,6 +23,7 @@ from megaflow_hpc.training.recipes import (
     pairs,
     passed,
     returns_to_go,
+    soft_overlong,
     uncertain,
 )
 from megaflow_hpc.training.trainer.probe import check, scheduled
@@ -45,6 +47,11 @@ def test_rewards_given_later_to_a_rollout_its_turns_or_its_sequences(tmp_path: P
     samples = [replace(turned(index, 0.0, 0.0, 0.0, 0.0), sequences=2) for index in range(4)]
     found = given([StoredRollout(one, None) for one in samples], str(tmp_path), "mine")  # type: ignore[arg-type]
     assert found == {"t/p/0": 0.5, "t/p/1": [0.0, 0.25, 0.0], "t/p/2": [0.0, 0.75], "t/p/3": None}
+
+
+def test_soft_overlong_needs_a_buffer_within_its_lengths() -> None:
+    with pytest.raises(ConfigError, match=r"buffer 20: expected a number from 1 to longest \(10\)"):
+        soft_overlong([], 0, np.random.default_rng(0), longest=10, buffer=20)
 
 
 def test_returns_to_go() -> None:

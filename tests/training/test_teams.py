@@ -116,7 +116,7 @@ def test_two_roles_of_one_policy_have_advantages_of_their_own(tmp_path: Path) ->
 
 def test_weights_are_given_to_an_opponent_every_few_steps(tmp_path: Path) -> None:
     roles = {"player": "author", "opponent": "second"}
-    policies = {"author": {"snapshot": {"to": "second", "every": 2}}}
+    policies = {"author": {"snapshot": {"second": 2}}}
     run = team(tmp_path, roles, [], policies=policies, steps=4)
     learn(run, Pods(run, written, roles=[("player", "author"), ("opponent", "second")]), ["author"])
     assert [(v.ordinal, v.token) for v in versions(run, "second")] == [
@@ -132,7 +132,7 @@ def test_a_sequence_that_is_cut_keeps_its_turns(tmp_path: Path, monkeypatch: pyt
     (tmp_path / f"{module}.py").write_text("def own(g): return {s.id: s.turn_rewards for x in g for s in x.samples}\n")
     monkeypatch.syspath_prepend(tmp_path)
     policies = {"author": {"advantage": {"kind": f"{module}:own"}}}
-    run = team(tmp_path, WRITER, [], policies=policies, data=[{"over_length": {"longest": 7, "how": how}}])
+    run = team(tmp_path, WRITER, [], policies=policies, data=[{"over_length": [7, how]}])
     learn(run, Pods(run, written, roles=CALLS, named=lambda rollout: {"turn.0": 1.0, "turn.2": 2.0}), ["author"])
     rollouts = [one for plan in planned(run, "author") for one in plan.rollouts]
     assert {7} < {length for one in rollouts for length in one.lengths}, "some sequences are cut, and some are not"
@@ -284,7 +284,7 @@ def test_tasks_and_groups_are_chosen_by_the_reward_of_the_role() -> None:
     assert choose(config, [own], version=0, want=1, roles=checker).taken
     assert choose(config, [own], version=0, want=1).drops == {"t/p": "pass rate"}
     for roles, task in ((checker, [1, 2, 0.5, 0]), (None, [2, 2, 1.0, 1])):
-        learned = Prompts(PromptsConfig(greso=True), 1.0, roles).learn({}, [own])
+        learned = Prompts(PromptsConfig(order="greso"), 1.0, roles).learn({}, [own])
         assert learned["tasks"]["t"] == pytest.approx(task)
     both = group((1, 0, ("writer", "checker")), (1, 1, ("checker", "writer")))
     learned = Prompts(PromptsConfig(), 1.0, BOTH).learn({}, [both])

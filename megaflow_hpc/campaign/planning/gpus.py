@@ -86,7 +86,7 @@ class Fit:
         parts = [settings.microbatch // n for n in powers]
         yield [(f"microbatch: {n}", {"microbatch": n}) for n in parts if n >= MIN_ROW]
         if not settings.lora:
-            yield [("lora: {}", {"lora": {}})]
+            yield [("lora: 32", {"lora": 32})]
 
     def _with(self, changes: Mapping[str, Any]) -> Fit:
         """Returns a copy with changed settings. Merges sections."""

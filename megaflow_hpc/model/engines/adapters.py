@@ -68,7 +68,7 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
         # Report log-probabilities under the distribution actually sampled from, after temperature and all other
         # options.
         built_in |= {"enable-scale-out": True, "logprobs-mode": "processed_logprobs"}
-    built_in["allowed-media-domains"] = list(model.get("media_domains") or [NO_HOST])
+    built_in["allowed-media-domains"] = [NO_HOST]
     if gpus > 1:
         built_in["tensor-parallel-size"] = gpus
     program = "vllm.entrypoints.openai.api_server"

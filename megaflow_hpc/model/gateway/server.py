@@ -96,7 +96,6 @@ class ModelGateway:
         judges: Policies of judges. Only verifiers may use them as model names (see :meth:`open`).
         limits: Limits on this gateway's requests to the engines.
         replays: Policies served from a recorded campaign.
-        media_domains: Maps policies to the hosts from which their engines may fetch images. Default: none.
         keep_thoughts: Policies whose prompts keep earlier answers as they were sampled, even if the chat template
             changes them.
         sampling: Maps policies to sampling settings. Default: neutral settings.
@@ -116,7 +115,6 @@ class ModelGateway:
         judges: Sequence[str] = (),
         limits: CallLimits | None = None,
         replays: Mapping[str, Replay] | None = None,
-        media_domains: Mapping[str, Collection[str]] | None = None,
         keep_thoughts: Collection[str] = (),
         sampling: Mapping[str, Sampling] | None = None,
         prices: Mapping[str, tuple[float, float]] | None = None,
@@ -133,7 +131,7 @@ class ModelGateway:
         self._roles, self._owner = dict(roles or {}), owner
         self._policies, self._judges, self._learners = frozenset(policies), frozenset(judges), frozenset(learners)
         self._replays, self._keep_thoughts = replays or {}, frozenset(keep_thoughts)
-        self._media_domains, self._sampling = media_domains or {}, sampling or {}
+        self._sampling = sampling or {}
         self._prices = prices or {}
         self._by_id: dict[str, OpenRollout] = {}
         self._by_token: dict[str, OpenRollout] = {}
@@ -425,9 +423,7 @@ class ModelGateway:
         """Converts and checks an agent's request. Returns the request for the engine and its images. The request's
         messages refer to images by SHA-256."""
         try:
-            asked = convert(body)
-            domains = self._media_domains.get(self._speaker(rollout, asked)[0], ())
-            asked = engine_request(asked, path == CHAT, domains)
+            asked = engine_request(convert(body), path == CHAT)
         except BadRequest as error:
             raise CallError(400, str(error)) from None
         images: dict[str, Image] = {}

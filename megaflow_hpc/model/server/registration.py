@@ -41,6 +41,11 @@ class Assignment(NamedTuple):
         """Server name, ``POLICY.NUMBER``."""
         return f"{self.policy}.{self.number}"
 
+    @property
+    def weight(self) -> float:
+        """Relative share of the policy's requests: the server's number of GPUs, at least 1."""
+        return float(max(1, self.model.get("gpus", 0) * self.model.get("nodes", 1)))
+
 
 def assignment(servers: Sequence[ServerRecord], index: int | None, policy: str | None) -> Assignment:
     """Returns the entry of ``servers`` that this process serves.
@@ -100,7 +105,7 @@ class Registration:
             protocol=launch.protocol,
             model_name=launch.model_name,
             template=template,
-            weight=float(self.what.model.get("weight") or 1.0),
+            weight=self.what.weight,
         )
         return f"{url}; its chat template: {template}" if template else url
 

@@ -4,15 +4,17 @@
 in place if its engine supports that, and otherwise restarts the engine. Meanwhile the proxy holds requests back, so
 that each response is sampled by one version:
 
-``running: finish``     requests being sampled are completed with the old version first.
-``running: continue``   the engine pauses, changes the weights, recomputes the state of its requests and continues them.
-                        Only requests whose response reports each token's version (vLLM's generate) are continued. Other
-                        requests finish first, so every token's version is known in either case.
+``weights: rolling``    requests being sampled are completed with the old version first. A policy's servers load one
+                        after the other.
+``weights: together``   the same, but all servers load at the same time.
+``weights: continue``   all servers load at the same time. The engine pauses, changes the weights, recomputes the state
+                        of its requests and continues them. Only requests whose response reports each token's version
+                        (vLLM's generate) are continued. Other requests finish first, so every token's version is known
+                        in any case.
 
-With ``update: rolling``, a policy's servers load one after the other, with ``together`` at the same time. A server that
-cannot load a version *refuses* it: the server reports the version in its endpoint file and continues to serve the
-previous version. With ``rolling``, later servers do not try a version that two servers have refused. A single refusal
-does not count, because that server's node may be at fault, and training may be waiting for the version.
+A server that cannot load a version *refuses* it: the server reports the version in its endpoint file and continues to
+serve the previous version. With ``rolling``, later servers do not try a version that two servers have refused. A single
+refusal does not count, because that server's node may be at fault, and training may be waiting for the version.
 
 The servers of a policy pass a version on to each other (:mod:`.weight_copies`) as soon as they notice it. A version may
 be a delta to an earlier version (:mod:`megaflow_hpc.rundir.weight_delta`). Each server builds the complete files on its
@@ -81,9 +83,8 @@ class WeightUpdater:
     """
 
     def __init__(self, run: RunDir, what: Assignment, proxy: Proxy) -> None:
-        settings: Mapping[str, Any] = what.model.get("weights") or {}
-        self.continues = settings.get("running", "finish") == "continue"
-        self._rolling = settings.get("update", "rolling") == "rolling"
+        how = what.model.get("weights", "rolling")
+        self.continues, self._rolling = how == "continue", how not in ("together", "continue")
         self._run, self._what, self._proxy = run, what, proxy
         self.refused: dict[int, str] = {}
         """Causes of failure, by the version that this server failed to load."""

@@ -81,9 +81,8 @@ class Services:
             judges=[name for name, model in models.items() if model.judge],
             limits=CallLimits(Quotas.of(config.quotas.model_dump()).share(gateways(config.slurm.pods))),
             replays=_replays(policies),
-            media_domains={name: model.media_domains for name, model in models.items()},
             keep_thoughts=[name for name, model in models.items() if model.thoughts == "keep"],
-            sampling={name: Sampling(model.sampling.model_dump()) for name, model in models.items()},
+            sampling={name: Sampling(model.sampling) for name, model in models.items()},
             prices={name: (price.of(1, 0), price.of(0, 1)) for name, model in models.items() if (price := model.price)},
         )
         await gateway.start()

@@ -6,14 +6,13 @@ each step. So dropped groups make a step smaller, but no later step waits for gr
 ``refill``, the planner settles more groups until the step is full.
 
 ================  ==================================================================================================
-always            drops samples that failed, were cancelled, have no reward or no sampled token; drops a group with
-                  fewer than two remaining samples
+always            drops samples that failed, were cancelled, have no reward or no sampled token, and samples whose
+                  oldest token is too old (AstraFlow, ``rollout_buffer.py``, ``_pop_one``); drops a group with fewer
+                  than two remaining samples
 ``zero_variance`` drops groups whose samples all got the same rewards: AstraFlow, ``FilterZeroAdvFilter``; also
                   DAPO's dynamic sampling
 ``pass_rate``     drops groups outside a range of pass rates: MegaFlow, appendix D.1, table 2 (before training)
 ``over_length``   drops samples with a sequence of more than ``longest`` tokens, prompts included
-``staleness``     drops samples whose oldest token is more than the given versions behind: AstraFlow,
-                  ``rollout_buffer.py``, ``_pop_one``
 ``method``        drops samples that the user's function omits; adds past samples that it returns
 ``replay``        adds the newest groups of the last two steps again: AstraFlow, ``replay_selectors.py``, which does
                   not bound their age
@@ -42,7 +41,6 @@ from megaflow_hpc.training.algorithms.rewards import (
     reward,
     role_config,
     shaped,
-    shuffled,
 )
 from megaflow_hpc.training.algorithms.samples import Earlier, RoleRewards, Sample, SampleGroup
 from megaflow_hpc.training.methods import call, numbers, takes, wrong
@@ -105,7 +103,7 @@ def choose(
         replayed: groups that earlier steps trained on, newest last, with their rewards from before those steps. Only
             the groups of the last :data:`REPLAYED_STEPS` steps are needed.
         state: the state returned by the previous call, or ``None`` on the first call.
-        random: random generator for ``shuffle`` and for user functions.
+        random: random generator for user functions.
         advantage: the policy's advantage settings. They name the rewards that must be present and must differ within a
             group.
         pass_threshold: minimum reward with which a rollout, or each of the ``roles`` in it, passes.
@@ -120,7 +118,6 @@ def choose(
             contract.
     """
     compared = advantage or AdvantageConfig()
-    staleness = next((step.staleness for step in config.data if step.staleness is not None), None)
     share = next((step.replay for step in config.data if step.replay), None)
     random = random or np.random.default_rng(0)
     queue = sorted(ordered(groups), key=lambda group: group.id not in due)
@@ -131,10 +128,6 @@ def choose(
     for step in config.data:
         if step.pass_rate is not None:
             taken = within_pass_rates(taken, step.pass_rate, pass_threshold, drops, roles)
-        elif step.staleness is not None:
-            taken = fresh(taken, step.staleness, version, drops)
-        elif step.shuffle is not None:
-            taken = shuffled(taken, random)
         elif step.method is not None:
             taken = by_method(taken, step.method, version, random, drops, earlier)
         elif step.over_length is not None and step.over_length.how == "drop":
@@ -148,11 +141,9 @@ def choose(
     if share is not None:
         candidates = survivors(plain(replayable(replayed, config.batch, times)), compared, {})
         for step in config.data:
-            candidates = shuffled(candidates, random) if step.shuffle is not None else shaped(candidates, step)
+            candidates = shaped(candidates, step)
             if step.method is not None:
                 candidates = by_method(candidates, step.method, version, random, {})
-        if staleness is not None:
-            candidates = fresh(candidates, staleness, version, {})
         added = {sample.id for group in taken for sample in group.samples}  # a step may contain a rollout only once
         candidates = [group for group in candidates if added.isdisjoint(sample.id for sample in group.samples)]
         again = newest(candidates, len(taken), share)

@@ -95,7 +95,7 @@ class Prompts:
         if isinstance(self._config.order, Method):
             return self._chosen(self._config.order, eligible, statistics, count, random), dict(state)
         if self._config.order == "curriculum":
-            return self._drawn(eligible, statistics, count, state, random), dict(state)
+            return self._drawn(eligible, statistics, count, random), dict(state)
         return self._in_turn(sorted(set(tasks)), set(eligible), statistics, count, state, random)
 
     def _chosen(
@@ -157,13 +157,11 @@ class Prompts:
         eligible: list[str],
         statistics: Mapping[str, TaskStatistics],
         count: int,
-        state: Mapping[str, Any],
         random: np.random.Generator,
     ) -> list[str]:
         """Draws tasks by weight without replacement. Starts over once every eligible task has been drawn."""
         rates = np.array([statistics.get(task, TaskStatistics()).recent for task in eligible])
-        chance = np.array([self._chance(statistics.get(task), state) for task in eligible])
-        weights = (rates * (1 - rates) + MIN_TASK_WEIGHT) * chance
+        weights = rates * (1 - rates) + MIN_TASK_WEIGHT
         chosen: list[str] = []
         while len(chosen) < count:
             some = min(count - len(chosen), len(eligible))
@@ -177,7 +175,7 @@ class Prompts:
 
     def _chance(self, statistics: TaskStatistics | None, state: Mapping[str, Any]) -> float:
         """Returns the probability of requesting the task, which is 1 without GRESO."""
-        if not self._config.greso or not statistics or not statistics.streak:
+        if self._config.order != "greso" or not statistics or not statistics.streak:
             return 1.0
         name, floor = ("easy", FLOOR_EASY) if statistics.streak > 0 else ("hard", FLOOR_HARD)
         base = state.get(name, FIRST_BASE)
@@ -207,7 +205,7 @@ class Prompts:
             if len(rewards) >= MIN_SAMPLES:
                 total, easy, hard = total + 1, easy + (updated.streak > 0), hard + (updated.streak < 0)
         learned: dict[str, Any] = {"tasks": {task: list(row) for task, row in statistics.items()}, "again": came_again}
-        if self._config.greso:
+        if self._config.order == "greso":
             easy_base, hard_base = state.get("easy", FIRST_BASE), state.get("hard", FIRST_BASE)
             if state.get("again") and total:  # GRESO's warm-up is over once a task repeats
                 easy_base = _steered(easy_base, easy / total, TARGET_EASY)

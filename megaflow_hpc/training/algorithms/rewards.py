@@ -2,23 +2,18 @@
 
 ===================  ===============================================================================================
 ``penalty``          adds an amount to the reward of truncated rollouts: MegaFlow, appendix D.1 (-0.5)
-``overlong``         adds 0 up to ``longest - buffer`` sampled tokens, then falls linearly to ``penalty`` at
-                     ``longest``: Yu et al. 2025, DAPO, arXiv 2503.14476, section 3.4
-``over_length``      with ``how: penalise``, lowers the reward by 1 if a sequence is longer than ``longest``
-``shuffle``          permutes the rewards of the step's rollouts at random
-``mask_unfinished``  gives truncated rollouts weight 0; they still count in their group: DAPO, section 3.4
-                     (over-long filtering)
-together             compares a single column: the weighted sum of the named rewards (or the only reward) plus
+``over_length``      with ``penalise``, lowers the reward by 1 if a sequence is longer than ``longest``
+``rewards``          compares a single column: the weighted sum of the named rewards (or the only reward) plus
                      penalties
-apart                compares one column per named reward, and one column of weight 1 for penalties: Liu et al.
+``whiten: apart``    compares one column per named reward, and one column of weight 1 for penalties: Liu et al.
                      2026, GDPO, arXiv 2601.05242
 ===================  ===============================================================================================
 
 :mod:`megaflow_hpc.trajectories.reading.advantages` computes the advantage kinds ``grpo``, ``dr_grpo``, ``rloo`` and
-``median`` over the remaining samples of each group. If several rewards are normalised ``apart``, a sample's advantage
-is the weighted sum of its advantages per column. The result is then whitened over the tokens of the batch to mean 0 and
-standard deviation 1 (GDPO). ``whiten`` does the same without ``apart``. AstraFlow's ``adv_norm`` with level ``batch``
-also averages over tokens instead of samples (``dataflow/utils.py``, ``Normalization``).
+``median`` over the remaining samples of each group. With ``whiten: apart``, a sample's advantage is the weighted sum of
+its advantages per column. ``whiten`` scales the result to mean 0 and standard deviation 1 over the tokens of the batch.
+AstraFlow's ``adv_norm`` with level ``batch`` also averages over tokens instead of samples (``dataflow/utils.py``,
+``Normalization``).
 """
 
 from __future__ import annotations
@@ -60,20 +55,8 @@ def plain(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
 
 
 def shaped(groups: Iterable[SampleGroup], step: DataStep) -> list[SampleGroup]:
-    """Applies a ``data`` operation that changes penalties or weights."""
+    """Applies a ``data`` operation that changes penalties."""
     return [_each(group, lambda sample: _shaped(sample, step)) for group in groups]
-
-
-def shuffled(groups: Sequence[SampleGroup], random: np.random.Generator) -> list[SampleGroup]:
-    """Permutes the rewards of all samples at random."""
-    samples = [sample for group in groups for sample in group.samples]
-    givers = iter([samples[index] for index in random.permutation(len(samples))])
-
-    def take(sample: Sample) -> Sample:
-        giver = next(givers)
-        return replace(sample, reward=giver.reward, rewards=giver.rewards)
-
-    return [_each(group, take) for group in groups]
 
 
 def _plain(sample: Sample) -> Sample:
@@ -81,15 +64,8 @@ def _plain(sample: Sample) -> Sample:
 
 
 def _shaped(sample: Sample, step: DataStep) -> Sample:
-    unfinished = sample.status == "truncated"
-    if step.penalty is not None and unfinished:
+    if step.penalty is not None and sample.status == "truncated":
         return replace(sample, penalty=sample.penalty + step.penalty)
-    if step.mask_unfinished is not None and unfinished:
-        return replace(sample, weight=0.0)
-    if step.overlong is not None:
-        over = max(sample.tokens - (step.overlong.longest - step.overlong.buffer), 0)
-        share = min(over / step.overlong.buffer, 1.0)
-        return replace(sample, penalty=sample.penalty + step.overlong.penalty * share)
     limit = step.over_length
     if limit is not None and limit.how == "penalise" and sample.longest > limit.longest:
         return replace(sample, penalty=sample.penalty - 1.0)
@@ -115,7 +91,7 @@ def columns(samples: Sequence[Sample], config: AdvantageConfig) -> tuple[NDArray
     named = np.array([[reward(s, name) for name in config.rewards] for s in samples], dtype=np.float64)
     named = named.reshape(len(samples), len(config.rewards))
     weights = np.array(list(config.rewards.values()), dtype=np.float64)
-    if config.normalise == "together":
+    if config.whiten != "apart":
         return (named @ weights + added)[:, None], np.ones(1)
     return np.column_stack([named, added]), np.append(weights, 1.0)
 
@@ -187,7 +163,7 @@ def reward(sample: Sample, name: str | None = None) -> float:
 def role_config(config: AdvantageConfig, name: str | None) -> AdvantageConfig:
     """Returns the advantage settings for a role: the policy's settings, but with the role's own reward if it has
     one."""
-    return config.model_copy(update={"rewards": {name: 1.0}, "normalise": "together"}) if name else config
+    return config.model_copy(update={"rewards": {name: 1.0}, "whiten": bool(config.whiten)}) if name else config
 
 
 def role_rewards(sample: Sample, roles: RoleRewards) -> dict[str, float]:
@@ -239,7 +215,7 @@ def advantages(
         (role, *_compared(role_config(config.advantage, name), players(groups, role)))
         for role, name in (roles or {"": None}).items()
     ]
-    if config.advantage.whiten or (config.advantage.rewards and config.advantage.normalise == "apart"):
+    if config.advantage.whiten:
         tokens = [_tokens_of(sample, role) for role, samples, _ in parts for sample in samples]
         flat = whitened(np.concatenate([values for *_, values in parts]), np.array(tokens, np.float64))
         ends = np.cumsum([len(samples) for _, samples, _ in parts])[:-1]

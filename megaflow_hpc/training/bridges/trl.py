@@ -126,7 +126,7 @@ def arguments(flow: Dataflow, output: str | os.PathLike[str], **others: Any) -> 
         # Nothing is generated, so use the smallest settings that TRL accepts.
         "per_device_train_batch_size": 2,
         "num_generations": 2,
-        "max_completion_length": loss.length or 1,  # TRL's dr_grpo uses it as the denominator
+        "max_completion_length": flow.trained.max_tokens or 1,  # also the constant of dr_grpo
     }
     return GRPOConfig(**(fields | others))
 
@@ -178,7 +178,7 @@ class DataflowTrainer(GRPOTrainer):
             flow.agree = lambda value: broadcast_object_list([value])[0]
         importance = flow.settings.engine_importance
         assert isinstance(importance, str)  # `arguments` refuses functions
-        self._correction = Loss("dapo", importance=importance, truncate=flow.settings.truncate)
+        self._correction = Loss("dapo", importance=importance)
         self._proximal: dict[tuple[int, int], Any] = {}
         source = Path(model if isinstance(model, str | os.PathLike) else self.model.config._name_or_path)
         self._vision = Vision.read(source) if takes_images(source) else None

@@ -98,10 +98,16 @@ class TrainingLoop:
         self._turns = GpuTurns(flow)
         self._turns.take(0)  # loading the model moves parameters to the GPUs
         torch.manual_seed(flow.trained.seed)
-        lora = settings.lora.model_dump() if settings.lora else None
-        parallel = settings.parallel.model_dump()
-        how: dict[str, Any] = {"lora": lora, "recompute": settings.recompute, "parallel": parallel, "read": read}
-        self.policy = load(base, settings.dtype, ranks, frozen_vision=settings.vision == "frozen", **how)
+        self.policy = load(
+            base,
+            settings.dtype,
+            ranks,
+            lora=settings.lora,
+            recompute=settings.recompute,
+            parallel=settings.parallel.model_dump(),
+            frozen_vision=settings.vision == "frozen",
+            read=read,
+        )
         if self.policy.vision is not None:
             self.policy.vision.options = processor_options(flow.engine_args)
         self.policy.temperature = flow.temperature
@@ -114,8 +120,7 @@ class TrainingLoop:
             clip=loss.band,
             entropy=loss.entropy,
             importance=_function(settings.engine_importance),
-            truncate=settings.truncate,
-            length=loss.length,
+            length=flow.trained.max_tokens,
         )
         self._copies = settings.parallel.copies
         self.stopping = self._waiting = False

@@ -13,7 +13,7 @@ kind     for each token                              averaged                   
 ppo      min(r A, clip(r) A)                         over all tokens                       1707.06347 eq. 7
 dapo     the same, with a higher bound above         over all tokens                       2503.14476
 grpo     the same                                    in each rollout, then over rollouts   2402.03300 eq. 3
-dr_grpo  the same                                    sum / (rollouts × ``loss.length``)    2503.20783
+dr_grpo  the same                                    sum / (rollouts × ``length``)         2503.20783
 gspo     the same; r of the sequence: the geometric  in each rollout, then over rollouts   2507.18071 eq. 5
          mean of its tokens'
 cispo    clip(r) A log p, clip(r) without gradient   over all tokens                       2506.13585
@@ -110,8 +110,8 @@ by name. If the loss or its gradient is not finite, the update is skipped and co
 ``loss/NAME``. Every call must return the same names.
 """
 
-ImportanceFunction = Callable[[Tokens, float], Tensor]
-"""A user's importance weights, called as ``function(batch, truncate)`` without gradient.
+ImportanceFunction = Callable[[Tokens], Tensor]
+"""A user's importance weights, called as ``function(batch)`` without gradient.
 
 Values for masked tokens are 0. The function returns finite, non-negative weights, float (T). A weight of 0 masks a
 token. Without truncation, the logarithm of the usual weight is ``batch.proximal - batch.engine``.
@@ -139,7 +139,7 @@ class Loss:
     """Level of the importance weights (proximal / engine): one weight per token, or their product over each
     sequence."""
     truncate: float = 2.0
-    """Upper bound on importance weights."""
+    """Maximum of importance weights per token or sequence."""
     length: int | None = None
     """Dr.GRPO's constant denominator per rollout, in tokens. Required for ``dr_grpo`` only."""
 
@@ -226,7 +226,7 @@ def importance_weights(loss: Loss, batch: Tokens) -> tuple[Tensor, Tensor]:
     """
     log_weights = batch.proximal - batch.engine
     if callable(loss.importance):
-        weights = loss.importance(batch, loss.truncate)
+        weights = loss.importance(batch)
         _check_weights(loss.importance, weights, log_weights)
         weights = weights.detach().to(log_weights.dtype)
         return weights, weights == 0

@@ -413,7 +413,7 @@ def load(
     dtype: str = "bfloat16",
     ranks: ProcessGroup | None = None,
     *,
-    lora: Mapping[str, Any] | None = None,
+    lora: int | None = None,
     recompute: bool = False,
     parallel: Mapping[str, int] | None = None,
     frozen_vision: bool = False,
@@ -427,9 +427,8 @@ def load(
     Args:
         path: the directory.
         dtype: ``float32`` or ``bfloat16`` for computing. The optimizer keeps trained parameters in float32.
-        ranks: all ranks. Default: a single rank on the CPU.
-        lora: ``rank``, ``alpha`` and ``targets`` (module names, or ``all-linear``), as in the campaign file. Requires
-            peft.
+        ranks: all ranks; by default, a single rank on the CPU.
+        lora: rank of adapters to train instead of all parameters. Needs peft.
         recompute: recompute layers in the backward pass instead of storing their activations.
         parallel: ``replicas``, ``context``, ``tensor`` and ``expert``, as in the campaign file.
         frozen_vision: do not train the vision part of an image-text model.
@@ -637,21 +636,20 @@ def _check_packing(policy: PolicyModel, alone: Any, dtype: Any) -> None:
         )
 
 
-def _with_lora(causal: Any, lora: Mapping[str, Any]) -> Any:
+def _with_lora(causal: Any, rank: int) -> Any:
     try:
         from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found]
     except ImportError as error:
         raise ConfigError(f"lora: needs peft in the trainer's environment (pip install peft): {error}") from None
-    every = lora["targets"] == "all-linear"
-    # Engines only load adapters for the language model.
+    # Engines load adapters of the language model only.
     vision = {name.rpartition(".")[0] for name, _ in vision_parameters(causal)}
     config = LoraConfig(
-        r=int(lora["rank"]),
-        lora_alpha=float(lora["alpha"]),
-        target_modules="all-linear" if every else list(lora["targets"]),
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules="all-linear",
         exclude_modules=sorted(vision) or None,
         # Fused experts are three-dimensional parameters, not linear modules.
-        target_parameters=sorted(name for name, p in causal.named_parameters() if p.ndim == 3) if every else None,
+        target_parameters=sorted(name for name, p in causal.named_parameters() if p.ndim == 3),
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )

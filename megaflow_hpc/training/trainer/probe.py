@@ -142,7 +142,7 @@ def _loss(method: Method, policy: PolicyTraining, roles: RoleRewards) -> None:
 def _importance(method: Method, policy: PolicyTraining, roles: RoleRewards) -> None:
     from megaflow_hpc.training.trainer import losses
 
-    _try_loss(losses.Loss("dapo", importance=guarded(method), truncate=policy.truncate), method, policy)
+    _try_loss(losses.Loss("dapo", importance=guarded(method)), method, policy)
 
 
 def _try_loss(loss: Any, method: Method, policy: PolicyTraining) -> None:

@@ -22,6 +22,7 @@ from megaflow_hpc.config.training import LossConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.trainer.columns import ColumnSequence, FrozenModels
 from megaflow_hpc.training.trainer.losses import (
+    Level,
     Loss,
     Tokens,
     Totals,
@@ -136,10 +137,10 @@ def _loss(fields: Mapping[str, Any], **weights: Any) -> Loss:
     """
     if other := sorted(fields.keys() - {"kind", "clip", "length"}):
         raise ConfigError(f"args: {other[0]}: expected kind, clip or length; other settings are keys of the policy")
-    config = LossConfig.model_validate(fields)
+    config = LossConfig.model_validate({name: value for name, value in fields.items() if name != "length"})
     if config.kind == "m2po":
         raise ConfigError("args: kind: m2po: bounds the ratios of a whole minibatch; only loss.kind: m2po sees them")
-    return Loss(str(config.kind), config.band, length=config.length, **weights)  # type: ignore[arg-type]
+    return Loss(str(config.kind), config.band, length=fields.get("length"), **weights)  # type: ignore[arg-type]
 
 
 def _weighted(fields: dict[str, Any], new: Any, batch: Tokens, totals: Totals) -> tuple[Any, dict[str, Any]]:
@@ -154,18 +155,22 @@ def _weighted(fields: dict[str, Any], new: Any, batch: Tokens, totals: Totals) -
 # --- importance weights ---
 
 
-def icepop(batch: Tokens, truncate: float, low: float = 0.5) -> Any:
-    """Keeps importance weights w = proximal / engine with ``low`` ≤ w ≤ ``truncate``, and sets all others to 0.
+def truncated(batch: Tokens, most: float = 2.0, level: Level = "token") -> Any:
+    """Gives each token or sequence (``level``) the importance weight of the same kind, but at most ``most``."""
+    return importance_weights(Loss("dapo", importance=level, truncate=most), batch)[0]
+
+
+def icepop(batch: Tokens, low: float = 0.5, high: float = 5.0) -> Any:
+    """Keeps importance weights w = proximal / engine with ``low`` ≤ w ≤ ``high``, and sets the others to 0.
 
     The paper uses 0.5 and 5 (Ling team 2025, IcePop, arXiv 2510.18855).
     """
     weights = (batch.proximal - batch.engine).exp()
-    return torch.where((weights >= low) & (weights <= truncate), weights, torch.zeros_like(weights))
+    return torch.where((weights >= low) & (weights <= high), weights, torch.zeros_like(weights))
 
 
-def geometric(batch: Tokens, truncate: float) -> Any:
-    """Gives each sequence a single weight: the geometric mean of proximal / engine over its tokens, at most
-    ``truncate``.
+def geometric(batch: Tokens, most: float = 2.0) -> Any:
+    """Gives each sequence one weight: the geometric mean of its tokens' proximal / engine, at most ``most``.
 
     Unlike the product of the ratios, this weight does not grow with the length of the sequence. GSPO's ratio uses the
     same mean (arXiv 2507.18071, equation 7).
@@ -175,7 +180,7 @@ def geometric(batch: Tokens, truncate: float) -> Any:
     zeros = torch.zeros(len(lengths), dtype=batch.proximal.dtype, device=lengths.device)
     logs = torch.where(batch.mask, batch.proximal - batch.engine, torch.zeros_like(batch.proximal))
     counts = zeros.index_add(0, owner, batch.mask.to(zeros.dtype)).clamp(min=1)
-    return (zeros.index_add(0, owner, logs) / counts).exp()[owner].clamp(max=truncate)
+    return (zeros.index_add(0, owner, logs) / counts).exp()[owner].clamp(max=most)
 
 
 # --- columns ---

@@ -235,8 +235,8 @@ def divide_adapters(causal: Any) -> None:
         style, group = share
         if style not in (COLUMNS, ROWS, WHOLE):
             raise ConfigError(
-                f"parallel.tensor: adapters of {name} cannot be divided like its weights ({style}); leave it out of "
-                "lora.targets"
+                f"parallel.tensor: adapters of {name} cannot be divided like its weights ({style}); "
+                "leave parallel.tensor out"
             )
         for down, up in zip(layer.lora_A.values(), layer.lora_B.values(), strict=True):
             down.forward, up.forward = _shares_of(style, down, up, group)

@@ -251,7 +251,7 @@ async def test_a_role_and_a_judge_may_each_be_a_rented_model(tmp_path: Path) -> 
             "models": {
                 "author": {"engine": "scripted", "script": "author.yaml"},
                 "second": {**model, "path": "one"},
-                "grader": {**model, "path": "two", "judge": True, "price": {"input": 1e6, "output": 2e6}},
+                "grader": {**model, "path": "two", "judge": True, "price": [1e6, 2e6]},
             },
             "team": {"roles": {"writer": "author", "checker": "second"}},
         }

@@ -87,7 +87,7 @@ def vllm(interpreter: str, model: Path, tmp_path_factory: pytest.TempPathFactory
         args: dict[str, Any] = {"max-model-len": 2048, "dtype": "float32", "distributed-executor-backend": "uni"}
         args["limit-mm-per-prompt"] = json.dumps({"image": 8})
         section: dict[str, Any] = {"engine": "vllm", "path": str(model), "gpus": 0, "python": interpreter}
-        section |= {"args": args, "weights": {"running": "continue"}}
+        section |= {"args": args, "weights": "continue"}
         servers.start(section, "default", "--poll-s", "0.3")
         servers.record(0, timeout_s=600)
         yield servers

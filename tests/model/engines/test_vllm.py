@@ -67,7 +67,7 @@ def vllm(
         args = {"max-model-len": CONTEXT, "dtype": "float32", "distributed-executor-backend": "uni"}
         args["chat-template"] = str(template)
         section: dict[str, Any] = {"engine": "vllm", "path": str(tiny_model), "gpus": 0, "python": interpreter}
-        section |= {"args": args, "weights": {"running": "continue"}, "sleep_level": 2}
+        section |= {"args": args, "weights": "continue", "sleep_level": 2}
         servers.start(section, "default", "--poll-s", "0.3")
         servers.record(0, timeout_s=600)
         yield servers

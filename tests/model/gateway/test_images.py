@@ -285,7 +285,7 @@ REFUSED = {
     "not base64": "data:image/png;base64,*",
     "an image of 100000x100000 pixels": data_url(bomb(100_000, 100_000)),
     "or one without its header": data_url(bomb(0, 5)),
-    "'files.example' is not a host that the campaign allows": "http://files.example/a.png",
+    "send the image itself, not its address": "http://files.example/a.png",
     "expected data:image/": "file:///etc/passwd",
     "expected data:image": f"sha256:{ONE.sha256}",
 }
@@ -328,17 +328,13 @@ class Mute(ScriptedEngine):
         raise web.HTTPNotFound
 
 
-@pytest.mark.parametrize("remote", [False, True])
 @in_loop
-async def test_tokens_whose_images_are_unknown_are_not_recorded(remote: bool) -> None:
-    """The engine reports no placeholders, or fetches an image that the record does not have."""
+async def test_tokens_whose_images_are_unknown_are_not_recorded() -> None:
+    """The engine reports no placeholders."""
     script = Script(default=(ScriptedAnswer("a click"),))
-    engine = SplitEngine(script, "m") if remote else Mute(script, "m")
-    url = {"url": "https://files.example/a.png"} if remote else {"url": URL}
-    hosts = {"p": ["files.example"]}
-    async with gateway_before(engine, "split" if remote else "plain", "p", media_domains=hosts) as gateway:
+    async with gateway_before(Mute(script, "m"), "plain", "p") as gateway:
         model = await gateway.open("t/p/0", "p")
-        content = [{"type": "image_url", "image_url": url}]
+        content = [{"type": "image_url", "image_url": {"url": URL}}]
         status, reply = await call(model, {"messages": [{"role": "user", "content": content}], "logprobs": True})
         assert status == 200, reply
         await call(model, {"messages": [{"role": "user", "content": "no image"}]})
@@ -346,7 +342,7 @@ async def test_tokens_whose_images_are_unknown_are_not_recorded(remote: bool) ->
     assert [turn.sequence for turn in recording.turns] == [-1, 0]
     assert recording.inexact == 1
     assert recording.calls[0]["tokens"][1] == len("a click") + 1
-    assert recording.messages[0]["content"][0]["image_url"]["url"] == (url["url"] if remote else f"sha256:{ONE.sha256}")
+    assert recording.messages[0]["content"][0]["image_url"]["url"] == f"sha256:{ONE.sha256}"
 
 
 class Blind(Noting):

@@ -14,6 +14,7 @@ import pytest
 from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.model.gateway.engine_call import retry_after_s
 from megaflow_hpc.model.gateway.router import AFFINITY, ALL_FAILED_S, Router, Server
+from megaflow_hpc.model.server.registration import Assignment
 from tests.support.serving import in_loop
 
 
@@ -32,6 +33,11 @@ def pick(found: Router, previous: str = "", group: str = "") -> Server:
     server = found.pick("p", previous, group)
     assert server is not None
     return server
+
+
+def test_the_weight_of_a_server_is_its_number_of_gpus() -> None:
+    models: list[dict[str, Any]] = [{"gpus": 4, "nodes": 2}, {"gpus": 2}, {"gpus": 0, "nodes": 1}, {}]
+    assert [Assignment(0, "p", model).weight for model in models] == [8, 2, 1, 1]
 
 
 def test_groups_begin_at_the_same_server_at_every_gateway_and_spread_by_weight() -> None:

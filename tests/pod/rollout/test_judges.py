@@ -266,7 +266,7 @@ def test_tests_ask_judges_by_variables_of_theirs(rootfs: str, scratch: Path, tmp
 
     async def main() -> tuple[Verdict, str, Judges, str]:
         async with Engines(default={"": "x"}, grader={"4": "yes"}) as gateway, ApptainerProvider(scratch) as provider:
-            judges = Judges(gateway, "t/default/0", ["grader"], {"grader": TokenPrice(input=1e6)})
+            judges = Judges(gateway, "t/default/0", ["grader"], {"grader": TokenPrice(1e6, 0)})
             spec = SandboxSpec(rootfs, workdir=task.workdir, env=task.env, network=network)
             async with await provider.start(spec) as sandbox:
                 await prepare(task, sandbox)
@@ -557,7 +557,7 @@ def judged(tmp_path: Path, base_sif: Path, grader: dict[str, Any]) -> Path:
 
 @pytest.mark.slow
 def test_a_campaign_with_a_judge(tmp_path: Path, base_sif: Path) -> None:
-    grader = {"engine": "scripted", "script": "grader.yaml", "judge": True, "price": {"input": 1.0, "output": 2.0}}
+    grader = {"engine": "scripted", "script": "grader.yaml", "judge": True, "price": [1.0, 2.0]}
     result, done = run_local(judged(tmp_path, base_sif, {"grader": grader}))
     assert done.returncode == 0, done.stderr
     assert list(result["models"]) == ["grader"], "the policy has no price"

@@ -20,14 +20,20 @@ from megaflow_hpc.training.algorithms import Choice, choose
 from megaflow_hpc.training.algorithms.samples import SampleGroup
 from tests.support.groups import failed, group, groups, sample
 
+RECIPES = "megaflow_hpc.training.recipes"
+
+
+def overlong(longest: int, buffer: int) -> dict[str, Any]:
+    return {"method": {"name": f"{RECIPES}:soft_overlong", "args": {"longest": longest, "buffer": buffer}}}
+
+
 STEPS: list[Any] = [
     {"penalty": -0.5},
-    {"overlong": {"longest": 100, "buffer": 50}},
-    "mask_unfinished",
-    "shuffle",
+    overlong(100, 50),
+    f"{RECIPES}:mask_truncated",
+    f"{RECIPES}:shuffled",
     "zero_variance",
     {"pass_rate": [0.2, 0.8]},
-    {"staleness": 2},
     {"replay": 0.5},
 ]
 
@@ -73,13 +79,13 @@ def test_what_infrastructure_failed_leaves_its_group() -> None:
 
 def test_shuffled_rewards_are_as_many_as_before_and_say_nothing_of_who_earned_them() -> None:
     there = [group([1] * 8 if number % 2 else [0] * 8, f"t{number:02}/p") for number in range(40)]
-    choice = chosen(["shuffle"], there, random=np.random.default_rng(1))
+    choice = chosen([f"{RECIPES}:shuffled"], there, random=np.random.default_rng(1))
     assert [[s.id for s in g.samples] for g in choice.taken] == [[s.id for s in g.samples] for g in there]
     given = {s.id: s.reward for g in choice.taken for s in g.samples}
     earned = {s.id: s.reward for g in there for s in g.samples}
     assert sum(given.values()) == sum(earned.values()) == 160
     assert 120 < sum(given[name] == earned[name] for name in earned) < 200, "by lot 160; 4 standard deviations are 36"
-    assert chosen(["shuffle"], there, random=np.random.default_rng(1)).taken == choice.taken
+    assert chosen([f"{RECIPES}:shuffled"], there, random=np.random.default_rng(1)).taken == choice.taken
 
 
 def test_a_group_of_one_survivor_is_dropped_whole() -> None:
@@ -105,13 +111,13 @@ def test_long_rollouts_are_punished_softly() -> None:
     """DAPO's numbers: 16,384 tokens without penalty, 4,096 more until the full penalty."""
     lengths = [16384, 17408, 18432, 20480, 30000]
     there = SampleGroup("a/p", "a", tuple(sample("a/p", i, 1.0, tokens=n) for i, n in enumerate(lengths)))
-    step = {"overlong": {"longest": 20480, "buffer": 4096}}
+    step = overlong(20480, 4096)
     assert [s.penalty for s in chosen([step], [there]).taken[0].samples] == [0, -0.25, -0.5, -1, -1]
 
 
 def test_unfinished_rollouts_can_be_left_untrained() -> None:
     there = SampleGroup("a/p", "a", (sample("a/p", 0, 1.0), sample("a/p", 1, 0.0, status="truncated")))
-    assert [s.weight for s in chosen(["mask_unfinished"], [there]).taken[0].samples] == [1.0, 0.0]
+    assert [s.weight for s in chosen([f"{RECIPES}:mask_truncated"], [there]).taken[0].samples] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +133,7 @@ def test_groups_outside_a_range_of_pass_rates_are_dropped(bounds: list[Any], kep
 
 def test_samples_that_are_too_old_leave_their_group() -> None:
     there = SampleGroup("a/p", "a", tuple(sample("a/p", i, float(i), oldest=i) for i in range(4)))
-    choice = chosen([{"staleness": 2}], [there], version=4)
+    choice = chosen([], [there], version=4, bound=2)
     assert [s.index for s in choice.taken[0].samples] == [2, 3]
     assert choice.drops == {"a/p/0": "stale", "a/p/1": "stale"}
 
@@ -186,20 +192,12 @@ def test_the_latest_groups_are_replayed_once_as_a_share_of_the_step() -> None:
 
 
 def test_what_is_replayed_is_the_same_as_it_was_taken_or_as_it_was_read_again() -> None:
-    steps = [{"penalty": -0.5}, "mask_unfinished", {"replay": 0.5}]
+    steps = [{"penalty": -0.5}, f"{RECIPES}:mask_truncated", {"replay": 0.5}]
     raw = [SampleGroup("old/p", "old", (sample("old/p", 0, 1.0), sample("old/p", 1, 1.0, status="truncated")))]
     taken = chosen(steps, raw).taken
     for before in (raw, taken):
         again = chosen(steps, [group([0, 1], "new/p")], replayed=before).replayed
         assert [(s.penalty, s.weight) for s in again[0].samples] == [(0.0, 1.0), (-0.5, 0.0)]
-
-
-def test_what_is_too_old_is_not_replayed() -> None:
-    before = [group([0, 1], "old/p", oldest=0), group([0, 1], "young/p", oldest=3)]
-    steps = [{"staleness": 2}, {"replay": 0.5}]
-    choice = chosen(steps, [group([0, 1], f"n{i}/p", oldest=4) for i in range(4)], 4, replayed=before)
-    assert [g.task for g in choice.replayed] == ["young"]
-    assert choice.drops == {}
 
 
 # --- properties of all steps ---
@@ -217,7 +215,7 @@ def test_nothing_is_lost_taken_twice_or_too_old(
     there: list[SampleGroup], used: list[SampleGroup], steps: list[Any], version: int, want: int, seed: int
 ) -> None:
     before = [replace(g, id=f"before-{g.id}") for g in used]
-    choice = chosen(steps, there, version, want, replayed=before, random=np.random.default_rng(seed))
+    choice = chosen(steps, there, version, want, replayed=before, random=np.random.default_rng(seed), bound=2)
     taken = {s.id for g in choice.taken for s in g.samples}
     of_dropped_groups = {s.id for g in there if g.id in choice.drops for s in g.samples}
     dropped = {s.id for g in there for s in g.samples if s.id in choice.drops} | of_dropped_groups
@@ -229,9 +227,7 @@ def test_nothing_is_lost_taken_twice_or_too_old(
     assert {g.id for g in choice.taken} | {g for g in choice.drops if g in {g.id for g in there}} | {
         g.id for g in choice.left
     } == {g.id for g in there}
-    samples = [s for g in (*choice.taken, *choice.replayed) for s in g.samples]
-    if {"staleness": 2} in steps:
-        assert all(version - s.oldest <= 2 for s in samples)
+    assert all(version - s.oldest <= 2 for g in choice.taken for s in g.samples)
     assert all(len(g.samples) >= 2 for g in choice.taken)
     assert all(s.verified for g in choice.taken for s in g.samples)
     assert {g.id for g in choice.replayed} <= {g.id for g in before}
@@ -265,7 +261,7 @@ def test_filters_of_whole_groups_commute(there: list[SampleGroup], version: int)
 @settings(max_examples=60, deadline=None)
 @given(groups())
 def test_amounts_add_up_in_any_order(there: list[SampleGroup]) -> None:
-    added = [{"penalty": -0.5}, {"overlong": {"longest": 100, "buffer": 50}}, "mask_unfinished"]
+    added = [{"penalty": -0.5}, overlong(100, 50), f"{RECIPES}:mask_truncated"]
     one, other = chosen(added, there), chosen(added[::-1], there)
     assert [(s.id, s.weight) for g in one.taken for s in g.samples] == [
         (s.id, s.weight) for g in other.taken for s in g.samples

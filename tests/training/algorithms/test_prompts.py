@@ -81,7 +81,7 @@ def test_a_curriculum_prefers_what_is_sometimes_solved() -> None:
 
 
 def test_greso_asks_with_the_base_to_the_power_of_the_streak_above_a_floor() -> None:
-    way = prompts(greso=True)
+    way = prompts(order="greso")
     state: dict[str, Any] = {}
     for number in range(2):
         state = way.learn(state, [group([1, 1], f"easy@{number}/p"), group([0, 0], f"hard@{number}/p")])
@@ -102,7 +102,7 @@ def test_greso_asks_with_the_base_to_the_power_of_the_streak_above_a_floor() -> 
 
 
 def test_greso_forgets_a_streak_that_breaks_and_begins_anew_where_it_turns() -> None:
-    way, state, streaks = prompts(greso=True), {}, []
+    way, state, streaks = prompts(order="greso"), {}, []
     for number, rewards in enumerate([[1, 1], [1, 1], [0, 0], [0, 1], [0, 0], [1, math.nan]]):
         state = way.learn(state, [group(rewards, f"t@{number}/p")])
         streaks.append(state["tasks"]["t"][3])
@@ -110,7 +110,7 @@ def test_greso_forgets_a_streak_that_breaks_and_begins_anew_where_it_turns() -> 
 
 
 def test_greso_steers_its_numbers_once_the_first_turn_is_over() -> None:
-    way = prompts(greso=True)
+    way = prompts(order="greso")
     first = way.learn({}, [group([1, 1], "a/p"), group([0, 1], "b/p"), group([0, 1], "c/p")])
     assert (first["easy"], first["hard"]) == (0.5, 0.5)
     second = way.learn(first, [group([1, 1], "a@1/p"), group([0, 1], "b@1/p")])
@@ -120,16 +120,15 @@ def test_greso_steers_its_numbers_once_the_first_turn_is_over() -> None:
 
 
 def test_what_infrastructure_failed_teaches_nothing() -> None:
-    way = prompts(greso=True)
+    way = prompts(order="greso")
     assert way.learn({}, [SampleGroup("a/p", "a", (failed("a/p", 0), failed("a/p", 1)))])["tasks"] == {}
 
 
 WAYS = st.fixed_dictionaries(
     {},
     optional={
-        "order": st.sampled_from(["uniform", "curriculum"]),
+        "order": st.sampled_from(["uniform", "curriculum", "greso"]),
         "pass_rate": st.sampled_from([[0, 1, "exclusive"], [0.25, 1.0], [0, 0.05]]),
-        "greso": st.just(True),
     },
 )
 

@@ -69,7 +69,7 @@ def test_several_rewards_together_are_one_sum() -> None:
 
 def test_several_rewards_apart_are_normalised_each_and_then_over_the_batch() -> None:
     """Each column becomes -a and a; the sum -3a/2, -a/2, a/2, 3a/2 has the deviation a sqrt(5) / 2."""
-    found = valued([two_rewards()], kind="grpo", rewards={"tests": 1.0, "style": 0.5}, normalise="apart")
+    found = valued([two_rewards()], kind="grpo", rewards={"tests": 1.0, "style": 0.5}, whiten="apart")
     assert list(found.values()) == pytest.approx([x / math.sqrt(5) for x in (-3, -1, 1, 3)], abs=1e-5)
 
 
@@ -79,7 +79,7 @@ def test_apart_a_penalty_is_one_more_reward() -> None:
         "a",
         (sample("a/p", 0, 1.0, rewards={"tests": 1.0}), sample("a/p", 1, 1.0, rewards={"tests": 1.0}, penalty=-0.5)),
     )
-    found = valued([there], kind="dr_grpo", rewards={"tests": 1.0}, normalise="apart")
+    found = valued([there], kind="dr_grpo", rewards={"tests": 1.0}, whiten="apart")
     assert list(found.values()) == pytest.approx([1.0, -1.0], abs=1e-5)
 
 

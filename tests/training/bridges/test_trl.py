@@ -41,7 +41,7 @@ def flow_of(name, steps=1, tasks=4, **policy):
     """A dataflow over a run whose rollouts are all there."""
     run = RunDir(root / name)
     if not rank:
-        training_run(run.path, {}, tasks=tasks, model=model)
+        training_run(run.path, {}, tasks=tasks, model=model, agent={"name": "nop", "max_tokens": 30})
     if not rank and not list(run.journal.iterdir()):
         write_blocks(run, rollouts([f"task-{n}" for n in range(tasks)], 4))
         pods = Pods(run, lambda rollout: rollout.sample_index / 3)
@@ -91,7 +91,7 @@ def moved(module):
 
 def losses(kind, importance):
     """Of the first minibatch: TRL's loss and gradient, and ours."""
-    loss = {"kind": kind, "entropy": 0.01, "minibatch": 3, "length": 30 if kind == "dr_grpo" else None}
+    loss = {"kind": kind, "entropy": 0.01, "minibatch": 3}
     flow = flow_of(f"{kind}-{importance}", loss=loss, importance=importance)
     trainer = trainer_of(flow)
     item = next(trainer._stream)["item"]
@@ -103,8 +103,8 @@ def losses(kind, importance):
         value.backward()
         theirs, parts = theirs + value.item(), parts + 1
     settings, ours = flow.settings, 0.0
-    how = Loss(kind, settings.loss.band, entropy=0.01, importance=importance, truncate=settings.truncate,
-               length=settings.loss.length)
+    how = Loss(kind, settings.loss.band, entropy=0.01, importance=importance,
+               length=flow.trained.max_tokens)
     old, new = load(model, "float32"), load(model, "float32")
     moved(new.causal)
     report = None

@@ -20,19 +20,19 @@ def sapo(
     return -(gate * factor).sum(), {"ratio": ratio[batch.mask].sum()}
 
 
-def icepop(batch: Tokens, truncate: float, *, low: float) -> Any:
+def icepop(batch: Tokens, *, low: float, high: float) -> Any:
     """Return token weights with 0 outside a range, as IcePop does (arXiv 2510.18855)."""
     weights = (batch.proximal - batch.engine).exp()
-    return torch.where((weights >= low) & (weights <= truncate), weights, 0.0)
+    return torch.where((weights >= low) & (weights <= high), weights, 0.0)
 
 
-def geometric(batch: Tokens, truncate: float) -> Any:
+def geometric(batch: Tokens) -> Any:
     """Return the geometric mean of each sequence's token weights."""
     lengths = batch.offsets.diff()
     owner = torch.arange(len(lengths)).repeat_interleave(lengths)
     sums = torch.zeros(len(lengths), dtype=batch.proximal.dtype).index_add(0, owner, batch.proximal - batch.engine)
     counts = torch.zeros(len(lengths), dtype=batch.proximal.dtype).index_add(0, owner, batch.mask.to(sums.dtype))
-    return (sums / counts.clamp(min=1)).exp()[owner].clamp(max=truncate)
+    return (sums / counts.clamp(min=1)).exp()[owner].clamp(max=2.0)
 
 
 def only_a_loss(new: Any, entropies: Any, batch: Tokens, totals: Totals) -> Any:
@@ -59,9 +59,9 @@ def attached(sequences: Any, models: Any) -> Any:
     return [torch.ones(len(s.tokens), requires_grad=True) for s in sequences]
 
 
-def one_weight(batch: Tokens, truncate: float) -> Any:
+def one_weight(batch: Tokens) -> Any:
     return batch.proximal.new_ones(1)
 
 
-def negative_weights(batch: Tokens, truncate: float) -> Any:
+def negative_weights(batch: Tokens) -> Any:
     return -torch.ones_like(batch.proximal)

@@ -19,7 +19,7 @@ from megaflow_hpc.training.trainer import checkpoint
 from megaflow_hpc.training.trainer.model import ProcessGroup, join, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 
-LORA = {"rank": 1, "alpha": 2, "targets": "all-linear"}
+LORA = 1
 LENGTHS = [7, 12, 1, 9]
 
 

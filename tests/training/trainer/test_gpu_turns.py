@@ -21,7 +21,7 @@ from megaflow_hpc.training.trainer.model import ProcessGroup, join, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 from tests.support.training import Pods, training_run
 
-LORA = {"rank": 1, "alpha": 2, "targets": "all-linear"}
+LORA = 1
 CASES = {"full": ("float32", None), "half": ("bfloat16", None), "lora": ("bfloat16", LORA)}
 STEPS = 4
 

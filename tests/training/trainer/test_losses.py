@@ -223,7 +223,8 @@ for kind, (name, level, low, high) in {**given["trl"], "sapo": ("sapo", "token",
             oracle.use_vllm = False
             value.backward()
             gradient = [g for row, n in zip(new.grad.tolist(), given["lengths"]) for g in row[:n]]
-            how = {"importance": partial(own_losses.icepop, low=0.8) if mode == "token_mask" else mode, "truncate": 1.1}
+            importance = partial(own_losses.icepop, low=0.8, high=1.1) if mode == "token_mask" else mode
+            how = {"importance": importance, "truncate": 1.1}
             how |= {"entropy": entropy, "length": given["length"]}
             clip = tuple(given["kinds"].get(kind, (0.2, 0.2)))
             ours = run(Loss(sapo if kind == "sapo" else kind, clip, **how), single, dtype=torch.float32)

@@ -19,7 +19,7 @@ from megaflow_hpc.training.trainer.model import ProcessGroup, join, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 
 LENGTHS = [7, 33, 1, 2, 60, 24]
-LORA = {"rank": 4, "alpha": 8, "targets": "all-linear"}
+LORA = 4
 
 
 def row(lengths=LENGTHS, words=259, seed=0):

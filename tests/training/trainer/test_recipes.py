@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow  # each waits for torch
 
 LOSSES = r'''
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 import numpy as np
@@ -32,7 +33,7 @@ from megaflow_hpc.training.trainer.probe import check
 totals = SimpleNamespace(tokens=3, sequences=2, samples=2)
 
 
-def run(function, importance="none", columns={}, truncate=2.0, clip=(0.2, 0.2), length=None, engine=-1.0):
+def run(function, importance="none", columns={}, clip=(0.2, 0.2), length=None, engine=-1.0):
     """The loss and its gradient of two sequences: 3 tokens with 2 to train on, and 2 with 1."""
     new = torch.tensor([0.0, -1.0, -2.0, 0.0, -0.5], dtype=torch.float64, requires_grad=True)
     tensor = lambda *values: torch.tensor(values, dtype=torch.float64)
@@ -42,7 +43,7 @@ def run(function, importance="none", columns={}, truncate=2.0, clip=(0.2, 0.2), 
         advantages=tensor(0, 1, 1, 0, -0.5), weights=torch.ones(5, dtype=torch.float64),
         rollout_tokens=torch.tensor([2, 1]), columns={name: tensor(*values) for name, values in columns.items()},
     )
-    loss = Loss(function, clip, importance=importance, truncate=truncate, length=length)
+    loss = Loss(function, clip, importance=importance, length=length)
     share, _ = policy_loss(loss, new, new.detach().abs(), batch, totals)
     share.backward()
     return [float(share.detach()), new.grad.tolist()]
@@ -55,10 +56,10 @@ def refused(**fields):
         return str(error)
 
 
-def weights(importance, truncate):
+def weights(importance):
     """The importance weights, read from the gradient of a loss that they multiply."""
     own = lambda new, entropies, batch, totals: ((new * batch.importance).sum(), {})
-    return [run(own, importance, truncate=truncate)[1][index] for index in (1, 2, 4)]
+    return [run(own, importance)[1][index] for index in (1, 2, 4)]
 
 
 frozen = {"reference": (0, -1.2, -2.0, 0, -0.1)}
@@ -79,9 +80,10 @@ found = {
     },
     "one clip": [run(own(beta=0.0, clip=0.1), columns=frozen), run("dapo", clip=(0.1, 0.1))],
     "refused": [refused(kind="m2po"), refused(importance="sequence"), refused(entropy=0.1), refused(kind="dr_grpo")],
-    "infinite": run("dapo", lambda batch, truncate: (batch.proximal - batch.engine).exp(), engine=float("-inf"))[0],
-    "icepop": weights(recipes.icepop, 1.2),
-    "geometric": weights(recipes.geometric, 1.3),
+    "infinite": run("dapo", lambda batch: (batch.proximal - batch.engine).exp(), engine=float("-inf"))[0],
+    "icepop": weights(lambda batch: recipes.icepop(batch, high=1.2)),
+    "truncated": [weights(partial(recipes.truncated, most=1.2, level=level)) for level in ("token", "sequence")],
+    "geometric": weights(lambda batch: recipes.geometric(batch, 1.3)),
 }
 models = FrozenModels(
     SimpleNamespace(run=RunDir(Path("none")), policy="p"), SimpleNamespace(source=Path("base")), ProcessGroup(),
@@ -156,7 +158,7 @@ def test_a_kind_within_another_loss_is_the_built_in_one(found: dict[str, Any]) -
     assert "kind: m2po: bounds the ratios of a whole minibatch" in whole_minibatch
     assert "importance: expected kind, clip or length" in importance
     assert "entropy: expected kind, clip or length" in entropy
-    assert "length: dr_grpo divides by this constant" in length
+    assert "dr_grpo needs length" in length
 
 
 def test_ratios_to_an_average_and_weights_of_it(found: dict[str, Any]) -> None:
@@ -206,6 +208,10 @@ def test_a_column_that_numpy_cannot_read_is_refused_by_name(found: dict[str, Any
 def test_icepop_masks_and_geometric_importance(found: dict[str, Any]) -> None:
     # proximal - engine: -0.1, 0.6, 0.1
     assert found["icepop"] == pytest.approx([math.exp(-0.1), 0.0, math.exp(0.1)])
+    assert found["truncated"] == [
+        pytest.approx([math.exp(-0.1), 1.2, math.exp(0.1)]),
+        pytest.approx([1.2, 1.2, math.exp(0.1)]),
+    ]
     assert found["geometric"] == pytest.approx([math.exp(0.25)] * 2 + [math.exp(0.1)])
 
 

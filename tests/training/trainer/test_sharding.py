@@ -20,7 +20,7 @@ from megaflow_hpc.training.trainer.model import ProcessGroup, join, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 from tests.support.divided import distance, learn, make_models, masters, stored_tensors as tensors, whole
 
-LORA = {"rank": 4, "alpha": 8, "targets": "all-linear"}
+LORA = 4
 ALONE = ProcessGroup()
 CASES = {
     "replicas": ("dense", {"replicas": 2}),

@@ -23,7 +23,7 @@ from megaflow_hpc.training.trainer.vision import BadImage, Vision, decoded, imag
 from megaflow_hpc.trajectory import ImageSpan
 
 PLACEHOLDER, START, END = 259, 260, 261
-HALF = {"rank": 4, "alpha": 8, "targets": "all-linear"}
+HALF = 4
 
 
 def noise(width, height, seed, mode="RGB", kind="PNG"):

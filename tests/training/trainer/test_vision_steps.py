@@ -162,7 +162,7 @@ def with_trl(result):
     old.vision.options = new.vision.options = options
     moved(new.causal)
     ours, settings = 0.0, flow.settings
-    how = Loss("dapo", settings.loss.band, importance=settings.engine_importance, truncate=settings.truncate)
+    how = Loss("dapo", settings.loss.band, importance=settings.engine_importance)
     for batch in item.minibatch.microbatches(settings.microbatch):
         bounds = list(zip(batch.offsets[:-1].tolist(), batch.offsets[1:].tolist()))
         images = batch.images or ((),) * len(bounds)

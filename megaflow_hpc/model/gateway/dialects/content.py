@@ -1,13 +1,13 @@
 """Messages, tools and images of a chat request. Only known fields are passed on; all others are dropped.
 
-An image must be a ``data:`` URL, or be on a host that the campaign allows (``model.media_domains``). An engine fetches
-URLs from its own node, so an arbitrary URL could reach that node's loopback interface. No field can name a file.
+An image must be a ``data:`` URL. An engine would fetch other URLs from its own node, and could reach that node's
+loopback. No field names a file.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -28,8 +28,6 @@ MAX_IMAGES = 100
 MAX_TOOLS_BYTES = 2**21
 """Maximum size of the tools list, as JSON, in bytes."""
 _DATA = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
-_REMOTE = re.compile(r"https?://([A-Za-z0-9.-]+)(?::\d{1,5})?(?:[/?][A-Za-z0-9._~:/?@!$&'()*+,;=%-]*)?")
-"""Matches URLs that all parsers interpret in the same way: without a user name, backslash or bracketed IP address."""
 FunctionName = Annotated[str, Meta(max_length=256)]
 
 
@@ -127,21 +125,20 @@ class ToolMessage(ChatMessage, tag="tool"):
 AnyMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
 
 
-def messages(value: Any, field: str, domains: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Validates a conversation and keeps only the known fields of each message.
+def messages(value: Any, field: str) -> list[dict[str, Any]]:
+    """Validates a conversation and keeps the known fields of each message.
 
     Args:
         value: The field's value in the request.
         field: The field's name.
-        domains: Hosts from which the engine may fetch images.
 
     Raises:
-        BadRequest: ``value`` is not a list of messages with known roles and content, or an image is on another host.
+        BadRequest: ``value`` is not a list of messages with known roles and content, or an image is not sent as data.
     """
     given: list[AnyMessage] = typed(value, list[AnyMessage], field)
     if not given:
         raise BadRequest(f"{field}: expected a list of at least one message")
-    passed = [_passed(message, f"{field}[{number}]", domains) for number, message in enumerate(given)]
+    passed = [_passed(message, f"{field}[{number}]") for number, message in enumerate(given)]
     lists = [message["content"] for message in passed if isinstance(message.get("content"), list)]
     images = sum(part["type"] == "image_url" for parts in lists for part in parts)
     if images > MAX_IMAGES:
@@ -149,37 +146,26 @@ def messages(value: Any, field: str, domains: Collection[str] = ()) -> list[dict
     return passed
 
 
-def _passed(message: AnyMessage, where: str, domains: Collection[str]) -> dict[str, Any]:
+def _passed(message: AnyMessage, where: str) -> dict[str, Any]:
     passed: dict[str, Any] = msgspec.to_builtins(message)
     if isinstance(message, DeveloperMessage):
         passed["role"] = "system"
     if isinstance(message.content, list):
         parts = enumerate(message.content)
-        passed["content"] = [_part(part, f"{where}.content[{number}]", domains) for number, part in parts]
+        passed["content"] = [_part(part, f"{where}.content[{number}]") for number, part in parts]
     return passed
 
 
-def _part(part: Part, where: str, domains: Collection[str]) -> dict[str, Any]:
+def _part(part: Part, where: str) -> dict[str, Any]:
     if isinstance(part, ImagePart):
         url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
-        _check_image(url, f"{where}.image_url.url", domains)
+        if not _DATA.match(url):
+            problem = f"{url[:100]!r}: expected data:image/…;base64,…; send the image itself, not its address"
+            raise BadRequest(f"{where}.image_url.url: {problem}")
         return image_part(url)
     if isinstance(part, Refusal):
         return text_part(part.refusal)
     return text_part(part if isinstance(part, str) else part.text)
-
-
-def _check_image(url: str, field: str, domains: Collection[str]) -> None:
-    if _DATA.match(url):
-        return
-    remote = _REMOTE.fullmatch(url)
-    if remote is None:
-        raise BadRequest(f"{field}: {url[:100]!r}: expected data:image/…;base64,… or a plain http(s) URL")
-    if remote[1].lower() not in domains:
-        raise BadRequest(
-            f"{field}: {remote[1]!r} is not a host that the campaign allows (model.media_domains); "
-            "send the image itself: data:image/…;base64,…"
-        )
 
 
 # --- tools -----------------------------------------------------------------------------------------------------------

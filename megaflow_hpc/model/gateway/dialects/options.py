@@ -16,9 +16,8 @@ The tables also state which options constrain the policy's choice of tokens (:at
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -246,21 +245,17 @@ def allowed(table: Mapping[str, Option], body: Mapping[str, Any]) -> dict[str, A
     return passed
 
 
-def engine_request(request: Mapping[str, Any], chat: bool, domains: Collection[str] = ()) -> dict[str, Any]:
+def engine_request(request: Mapping[str, Any], chat: bool) -> dict[str, Any]:
     """Returns the validated request for the engine, with only the options that the tables pass on.
 
     Args:
         request: The request that the dialect built.
         chat: True for a chat request, false for a plain completion.
-        domains: Hosts from which the engine may fetch images.
 
     Raises:
         BadRequest: An option is refused or missing, or its value is not allowed.
     """
-    table = CHAT if chat else COMPLETIONS
-    if chat and domains:
-        table = {**CHAT, "messages": Option(partial(content.messages, domains=domains))}
-    passed = allowed(table, request)
+    passed = allowed(CHAT if chat else COMPLETIONS, request)
     required, kind = ("messages", "a list of at least one message") if chat else ("prompt", "a text")
     if required not in passed:
         raise BadRequest(f"{required}: expected {kind}, found nothing")
