@@ -30,10 +30,9 @@ def _by_role(config: CampaignConfig) -> list[str]:
     """Returns shell lines that run the ``setup`` of the job's own section. The scripts set ``role`` before sourcing
     them."""
     slurm = config.slurm
-    roles = [("pods*", slurm.pods.setup), ("servers", slurm.servers.setup), ("trainer", slurm.trainer.setup)]
-    pools = [(f"pods.{number}", pool.setup) for number, pool in enumerate(slurm.pods.pools)]
+    roles = [("pods", slurm.pods.setup), ("servers", slurm.servers.setup), ("trainer", slurm.trainer.setup)]
     lines = []
-    for role, setup in [*roles, *pools]:
+    for role, setup in roles:
         if setup:
             lines += [f'case "${{role:-}}" in {role})', *setup, ";; esac"]
     return lines

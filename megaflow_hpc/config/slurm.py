@@ -87,8 +87,6 @@ class PodPoolConfig(Section):
     """Number of pods. Default: 1."""
     time: Walltime = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: ``pods.time``."""
-    setup: ShellLines = ()
-    """Shell lines that these pods run after ``pods.setup``."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Additional sbatch options by name, such as ``account``."""
 

@@ -1,7 +1,7 @@
 # The batch shell supervises the pod from outside the MPI world. It alone gets signals, it asks rank 0 to drain, and it
 # requeues the element if the pod ends before its work is done.
 RUN=@RUN@
-role=pods@POOL@ # env.sh runs the setup of this section
+role=pods # env.sh runs the setup of this section
 @OWN@
 set -u
 @REQUEUE@

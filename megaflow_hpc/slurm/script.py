@@ -60,8 +60,6 @@ class Job:
     """Options of engine servers that share a pod's allocation and MPI world (a heterogeneous job)."""
     cluster: str = ""
     """Name of the other Slurm cluster to submit to. Empty for the local cluster."""
-    pool: int | None = None
-    """Index of the pod pool in ``slurm.pods.pools``. ``None`` for ``slurm.pods`` itself."""
     policy: str = ""
     """Policy that a trainer trains. If empty, the script takes it from its command line."""
     section: str = "servers"
@@ -89,10 +87,10 @@ def script(job: Job) -> str:
     for engine in job.engines:
         lines += ["#SBATCH hetjob", *(f"#SBATCH {word}" for word in _words(engine))]
     if job.run:
-        run, cluster, pool, requeues = shlex.quote(job.run), "", "", "requeues=yes"
+        run, cluster, requeues = shlex.quote(job.run), "", "requeues=yes"
     else:  # The script takes these from its command line and environment.
         run = '${1:?the run directory that "megaflow-hpc plan" printed}'
-        cluster, pool, requeues = "${MEGAFLOW_CLUSTER:+@$MEGAFLOW_CLUSTER}", "${2:+.$2}", REQUEUES_BY_HAND
+        cluster, requeues = "${MEGAFLOW_CLUSTER:+@$MEGAFLOW_CLUSTER}", REQUEUES_BY_HAND
     body = _text(job.role)
     if job.engines:  # The step has one part for each component of the job.
         body = body.replace("srun --export=ALL", "srun --het-group=0 --export=ALL")
@@ -103,7 +101,6 @@ def script(job: Job) -> str:
         "@REQUEUES@": requeues,
         "@CLUSTER@": f"@{job.cluster}" if job.cluster else cluster,
         "@RUN@": run,
-        "@POOL@": pool if job.pool is None else f".{job.pool}",
         "@POLICY@": shlex.quote(job.policy) if job.policy else "${2:-default}",
         " @INDEX@": f' --index "$(({job.base} + SLURM_ARRAY_TASK_ID))"' if job.base else "",
         "@BASE@": str(job.base),
@@ -150,8 +147,6 @@ def command(job: Job, path: str) -> str:
     words = ["sbatch", *_words({**array, **job.options}), path, shlex.quote(job.run or "$RUN")]
     if job.policy:
         words.append(shlex.quote(job.policy))
-    elif job.pool is not None:
-        words.append(str(job.pool))
     return " ".join(words)
 
 
@@ -219,9 +214,8 @@ def pod_job(
     cluster = (pool.cluster if pool else None) or ""
     if cluster:
         options |= {"clusters": cluster, "dependency": None}  # a job cannot depend on jobs of another cluster
-    index = next((number for number, other in enumerate(pods.pools) if other is pool), None)
     elements = count or (pool or pods).count
-    return Job("pods", options, elements, run=str(run), throttle=throttle, cluster=cluster, pool=index)
+    return Job("pods", options, elements, run=str(run), throttle=throttle, cluster=cluster)
 
 
 def server_job(

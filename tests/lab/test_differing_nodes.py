@@ -77,8 +77,12 @@ def test_each_role_runs_by_its_own_interpreter(lab: Lab, make_campaign: Make, tm
             "partition": "cpu",
             "mem_gb": 2,
             "time": 20,
-            "setup": [setup["pods"], f"export MEGAFLOW_SCRATCH={scratch}"],
-            "pools": [{"setup": [setup["pool"]]}],
+            "setup": [
+                setup["pods"],
+                f"export MEGAFLOW_SCRATCH={scratch}",
+                f'[ "$SLURM_JOB_PARTITION" != preempt ] || {setup["pool"]}',
+            ],
+            "pools": [{"partition": "preempt"}],
         },
         "servers": {"partition": "gpu", "time": 20, "setup": [setup["servers"]]},
     }

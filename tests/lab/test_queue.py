@@ -78,7 +78,7 @@ def test_run_status_and_watch_say_why_each_pod_waits(make_campaign: Make, crowde
         {"extra": {"qos": "few"}},
         {"extra": {"qos": "one"}},
         {"partition": "opening", "extra": {"qos": "brief"}},
-        {"account": "tight"},
+        {"extra": {"account": "tight"}},
         {"extra": {"hold": True}},
         {"extra": {"begin": "now+1hour"}},
     ]

@@ -630,7 +630,7 @@ def test_every_kind_of_job_without_a_time_asks_for_what_is_allowed_where_the_def
     for name in ("sbatch", "srun"):
         prints(name)
     model = {"engine": "vllm", "path": "m", "gpus": 1}
-    pools = [{"time": 5}, {"extra": {"qos": "brief"}}, {"extra": {"qos": "long"}}, {"account": "short"}]
+    pools = [{"time": 5}, {"extra": {"qos": "brief"}}, {"extra": {"qos": "long"}}, {"extra": {"account": "short"}}]
     wanted = {
         "name": "x", "tasks": "t", "agent": "mini-swe", "samples": 4, "model": model,
         "training": {"policies": {"default": {}}},
