@@ -8,14 +8,15 @@ import os
 from collections.abc import Sequence
 
 MAX_MESSAGE_CHARACTERS = 20_000
-"""Maximum length of an error message. It is limited because a message may quote another user's file."""
+"""Maximum length of an error message in characters. A message may quote another user's file, which may be arbitrarily
+long."""
 
 
 class MegaflowError(Exception):
     """Base class of all errors that the package raises deliberately. ``exit_status`` is the command's exit status.
 
-    A message longer than :data:`MAX_MESSAGE_CHARACTERS` is shortened in the middle. The beginning of a message names
-    the location, and its end the remedy.
+    A message longer than :data:`MAX_MESSAGE_CHARACTERS` is truncated in the middle, because it begins with the location
+    and ends with the remedy.
     """
 
     exit_status = 1
@@ -35,7 +36,7 @@ class ConfigError(MegaflowError):
 
 
 class Mistakes(ConfigError):
-    """All errors in a file. Each message names its location.
+    """All errors found in a file. Each message names its location.
 
     Args:
         found: The messages, at least one.
@@ -67,7 +68,7 @@ class LimitError(SandboxError):
 
 
 class LostError(SandboxError):
-    """A container ended for an unknown reason, or cannot be restarted from the files that its commands created."""
+    """A container ended for an unknown reason, or cannot be restarted because of changes that its commands made."""
 
 
 class SetupError(SandboxError):
@@ -98,7 +99,7 @@ class StarvedError(MegaflowError):
 
 
 class LedgerError(MegaflowError):
-    """The ledger is damaged, or contradicts the state of this pod. The pod must not commit anything more."""
+    """The ledger is damaged, or contradicts the state of this pod. The pod must not commit anything further."""
 
 
 _FILE_REMEDIES = {

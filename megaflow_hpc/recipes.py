@@ -1,4 +1,4 @@
-"""Recipes: complete campaigns to start from, with their tasks, agents and figures.
+"""Recipes: complete campaigns to start from, with their tasks, agents and expected results.
 
 Each folder in ``share/recipes`` is a recipe. ``recipe.toml`` describes it, ``campaign.yaml`` is the campaign,
 ``rehearsal.yaml`` runs a few tasks in seconds without a model, and ``README.md`` explains both. ``megaflow-hpc init
@@ -37,8 +37,8 @@ class RecipeNeeds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Container image of the tasks, or ``none``."""
     gpu: str
     fetch: str = ""
-    """Command that puts the image into the recipe's directory. ``{containers}`` is the folder of definition files.
-    Empty if ``run`` fetches the image itself."""
+    """Command that downloads or builds the image in the recipe's directory. ``{containers}`` is replaced by the folder
+    of definition files. Empty if ``run`` fetches the image itself."""
     packages: tuple[RecipePackage, ...] = ()
 
 
@@ -71,7 +71,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Expected mean reward in ``rehearsal.yaml``, by policy or by pattern of rollout ids. Patterns contain a ``/``."""
     measured: tuple[MeasuredFigure, ...] = ()
     make: str = ""
-    """Command that makes the tasks. Empty if the tasks need no such step."""
+    """Command that creates the tasks. Empty if none is needed."""
     after: tuple[str, ...] = ()
     """Commands that process the newest run."""
     shares: tuple[str, ...] = ()
@@ -81,7 +81,6 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def folder(self) -> Path:
-        """Folder with the recipe's files."""
         return resource(_FOLDER) / self.name
 
     @property

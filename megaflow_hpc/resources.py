@@ -43,7 +43,8 @@ EXTRAS = {
 """Maps each module to the extra in ``pyproject.toml`` that installs it."""
 
 INSTALL = 'pip install "megaflow-hpc[mpi]"'
-"""Command that installs what a first campaign and its report need. README, documentation and verbs name this one."""
+"""Command that installs everything a first campaign and its report need. The README, the documentation and error
+messages quote it."""
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -69,7 +70,8 @@ def docs(page: str) -> str:
 
 
 def is_installed(module: str) -> bool:
-    """Returns whether this interpreter has a module. A mere directory of its name on Python's path does not count."""
+    """Returns whether this interpreter can import a module. Ignores namespace packages, because any directory on
+    ``sys.path`` counts as one."""
     return getattr(importlib.util.find_spec(module), "origin", None) is not None
 
 

@@ -1,8 +1,8 @@
-"""Actions on a screen: those of Anthropic's computer tool, and BrowserGym's.
+"""Actions on a screen, as defined by Anthropic's computer tool and by BrowserGym.
 
-The sandbox program ``screen`` executes the former, the agent ``computer-use`` offers them to models, and the gateway
-translates vendors' own tools to them. BrowserGym's actions identify the elements of a page by id. The agent offers them
-on request, and translates each to one or two actions of ``screen``.
+The sandbox program ``screen`` executes Anthropic's actions. The agent ``computer-use`` offers them to models, and the
+gateway translates other vendors' tools to them. BrowserGym's actions refer to the elements of a page by id. The agent
+offers them on request, and translates each into one or two actions of ``screen``.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _FIELDS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("duration", "wait", {"type": "number", "description": "Seconds of wait and hold_key."}),
     ("region", "zoom", {**_POINT, "minItems": 4, "maxItems": 4, "description": "[x0, y0, x1, y1] of zoom."}),
 )
-"""Field, an action that needs it, and its schema."""
+"""Fields of an action: name, an action that uses the field, and JSON schema."""
 
 
 def parameters(actions: Sequence[str]) -> dict[str, Any]:
-    """Returns the JSON schema of a function that carries out one of these actions."""
+    """Returns the JSON schema of a function that performs one of these actions."""
     fields = {name: schema for name, action, schema in _FIELDS if action in actions}
     action = {"type": "string", "enum": list(actions)}
     return {"type": "object", "properties": {"action": action, **fields}, "required": ["action"]}
@@ -47,7 +47,7 @@ def parameters(actions: Sequence[str]) -> dict[str, Any]:
 # --- BrowserGym's actions ---------------------------------------------------------------------------------------------
 
 Steps = list[dict[str, Any]]
-"""Actions of ``screen``, in order. ``done`` and ``fail`` are the agent's own."""
+"""Actions of ``screen``, in order. ``done`` and ``fail`` are handled by the agent itself."""
 Button = Literal["left", "middle", "right"]
 Modifiers = Sequence[Literal["Alt", "Control", "ControlOrMeta", "Meta", "Shift"]]
 _Function = TypeVar("_Function", bound=Callable[..., Steps])
@@ -62,7 +62,7 @@ _KEYS = {
     **{f"Digit{digit}": digit for digit in string.digits},
     **dict(pair.split(":") for pair in _NAMES.split()),
 }
-"""Name of a key in ``KeyboardEvent`` → its name in xdotool, if they differ."""
+"""Maps key names of ``KeyboardEvent`` to xdotool's names, if they differ."""
 
 
 class WebAction(NamedTuple):
@@ -70,16 +70,16 @@ class WebAction(NamedTuple):
 
     function: Callable[..., Steps]
     needs: str
-    """The observation that it needs: a ``tree`` with ids of elements, a ``screenshot`` for coordinates, or none."""
+    """The observation that the action needs: ``tree`` for element ids, ``screenshot`` for coordinates, or empty."""
 
     def usage(self) -> str:
-        """Returns the call with its parameters and their default values, and its purpose."""
+        """Returns the action's name, its parameters with their default values, and its purpose, in one line."""
         parameters = inspect.signature(self.function).parameters.values()
         shown = ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters)
         return f"{self.function.__name__}({shown}): {self.function.__doc__}"
 
     def tool(self) -> dict[str, Any]:
-        """Returns the description of the action as a tool of a model."""
+        """Returns the action as a function tool in OpenAI format."""
         hints, parameters = get_type_hints(self.function), inspect.signature(self.function).parameters
         schema = {
             "type": "object",
@@ -90,10 +90,10 @@ class WebAction(NamedTuple):
         return {"type": "function", "function": about}
 
     def steps(self, positional: Sequence[Any], named: Mapping[str, Any]) -> Steps:
-        """Returns the actions of ``screen`` that carry out a call.
+        """Translates a call into actions of ``screen``.
 
         Raises:
-            ValueError: The arguments are wrong.
+            ValueError: The arguments are invalid.
         """
         name, hints = self.function.__name__, get_type_hints(self.function)
         try:
@@ -288,7 +288,7 @@ def web_calls(text: str) -> list[tuple[str, list[Any], dict[str, Any]]]:
         ValueError: The text contains anything else.
     """
     try:
-        with warnings.catch_warnings(action="ignore"):  # of escapes such as "\\d"
+        with warnings.catch_warnings(action="ignore"):  # escapes such as "\\d" cause warnings
             calls = [_call(statement) for statement in ast.parse(text).body]
     except SyntaxError as error:
         raise ValueError(f"{error.msg}: {EXAMPLE}") from None

@@ -11,10 +11,10 @@ from typing import Any
 from megaflow_hpc.trajectory import image_label
 
 DIGITS = ((100.0, 0), (10.0, 1), (1.0, 2), (0.1, 3))
-"""(Minimum, number of decimals) for formatting numbers."""
+"""Pairs of (minimum absolute value, number of decimals) for :func:`number`."""
 MAX_CONTAINERS = 4_000_000
-"""Maximum number of opening brackets in a JSON text, including those in strings. Each bracket may become a 64-byte
-object."""
+"""Maximum number of opening brackets in a JSON text, including brackets inside strings. Each bracket may become a
+64-byte object."""
 
 
 def number(value: float) -> str:
@@ -74,11 +74,11 @@ NO_LABELS: Mapping[str, str] = {}
 
 
 def joined_parts(content: Any, labels: Mapping[str, str] = NO_LABELS) -> Any:
-    """Joins a message's list of content parts into one string. Represents an image by its label, another part without
-    text as ``(<type>)``, and returns content that is not a list unchanged.
+    """Joins a message's content parts into one string. Images are replaced by their labels, and other parts without
+    text by ``(<type>)``. Content that is not a list is returned unchanged.
 
     Args:
-        labels: SHA-256 → :attr:`~megaflow_hpc.trajectory.Image.label` of images.
+        labels: Maps the SHA-256 of each image to its :attr:`~megaflow_hpc.trajectory.Image.label`.
     """
     if not isinstance(content, list):
         return content
@@ -93,8 +93,8 @@ def joined_parts(content: Any, labels: Mapping[str, str] = NO_LABELS) -> Any:
 
 
 def content_of(message: Mapping[str, Any], labels: Mapping[str, str] = NO_LABELS) -> str:
-    """Renders a message in OpenAI format as text: its reasoning, its content, then its tool calls. ``labels`` are those
-    of :func:`joined_parts`."""
+    """Renders a message in OpenAI format as text: its reasoning, its content, then its tool calls. ``labels`` is passed
+    to :func:`joined_parts`."""
     content = joined_parts(message.get("content"), labels)
     lines = [] if content in (None, "") else [str(content)]
     for field in ("reasoning_content", "reasoning"):
@@ -111,14 +111,14 @@ def content_of(message: Mapping[str, Any], labels: Mapping[str, str] = NO_LABELS
 END_CHARACTERS = 200_000
 """Maximum total length of the texts that :func:`end_of` returns, in characters."""
 MESSAGE_CHARACTERS = 20_000
-"""Maximum length of each of these texts, in characters. Longer texts are shortened in the middle."""
+"""Maximum length of each text that :func:`end_of` returns, in characters. Longer texts are truncated in the middle."""
 
 
 def end_of(
     messages: Sequence[Mapping[str, Any]], labels: Mapping[str, str] = NO_LABELS
 ) -> tuple[list[tuple[str, str]], int]:
-    """Returns the roles and shortened texts of a conversation's last messages, and the number of messages left out.
-    ``labels`` are those of :func:`joined_parts`."""
+    """Returns the last messages of a conversation as (role, truncated text), and the number of earlier messages left
+    out. ``labels`` is passed to :func:`joined_parts`."""
     last: list[tuple[str, str]] = []
     left = END_CHARACTERS
     for message in reversed(messages):

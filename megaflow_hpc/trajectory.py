@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 from megaflow_hpc.types import Artifact, Rollout, known_fields
 
 CALLS_FILE = "calls.jsonl"
-"""Name of the artifact with one JSON line per turn: :attr:`Recording.calls`."""
+"""Name of the artifact that stores :attr:`Recording.calls`, one JSON line per turn."""
 IMAGE_SCHEME = "sha256:"
 """URL scheme of images in recorded messages. The image's SHA-256 follows."""
 
 
 @dataclass(frozen=True)
 class Image:
-    """An image that a model was shown. It is stored once, however often it was sent."""
+    """An image shown to a model. It is stored only once, even if it was sent repeatedly."""
 
     sha256: str
     """Digest of ``data``, 64 hexadecimal digits."""
@@ -32,13 +32,13 @@ class Image:
     """``image/png``, ``image/jpeg``, ``image/webp`` or ``image/gif``, derived from its first bytes."""
     width: int
     height: int
-    """Size in pixels, from the header. Pixels are not decoded."""
+    """Width and height in pixels, read from the header without decoding the image."""
     data: bytes = field(repr=False)
     """The image file."""
 
     @property
     def label(self) -> str:
-        """A short text in place of the image: ``[image 1280x800 PNG sha256:ab12cd34…]``."""
+        """Short text to show in place of the image: ``[image 1280x800 PNG sha256:ab12cd34…]``."""
         kind = self.media_type.removeprefix("image/").upper()
         return f"[image {self.width}x{self.height} {kind} {IMAGE_SCHEME}{self.sha256[:8]}…]"
 
@@ -54,7 +54,7 @@ class Image:
 
 
 class ImageSpan(NamedTuple):
-    """The placeholder tokens ``[start, start + length)`` of a sequence, in whose place the model saw an image."""
+    """The range ``[start, start + length)`` of placeholder tokens that stand for an image in a sequence."""
 
     start: int
     length: int
@@ -68,7 +68,8 @@ class ImageSpan(NamedTuple):
 
 @dataclass
 class TokenSequence:
-    """Consecutive calls in which each prompt extends the previous prompt. All four columns have one entry per token."""
+    """Tokens of consecutive calls in which each prompt extends the previous one. All four columns have one entry per
+    token."""
 
     policy: str = ""
     tokens: array[int] = field(default_factory=lambda: array("i"))
@@ -95,7 +96,7 @@ class TokenSequence:
     def first(self, count: int | None) -> TokenSequence:
         """Returns a sequence of the first ``count`` tokens, or this sequence if it is not longer.
 
-        The sequence ends before an image that would be cut in two.
+        If an image would be cut in two, the sequence ends before that image.
         """
         if count is None or len(self.tokens) <= count:
             return self
@@ -197,7 +198,7 @@ class Recording:
     tokens are known, and a history that encodes to different tokens starts a new sequence. ``text``: no tokens are
     known."""
     images: dict[str, Image] = field(default_factory=dict)
-    """SHA-256 → image, for every image of an answered call. Messages have ``sha256:<hex>`` as the image's URL."""
+    """Maps SHA-256 to image, for every image in an answered call. In messages, the image's URL is ``sha256:<hex>``."""
 
 
 @dataclass
@@ -244,7 +245,7 @@ class Trajectory:
     inexact: int = 0
     """Number of model calls recorded with less detail than an engine can provide; see :attr:`Recording.inexact`."""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """Messages of all conversations in OpenAI format. ``parents`` links them to a tree."""
+    """Messages of all conversations in OpenAI format. ``parents`` links them into a tree."""
     parents: list[int] = field(default_factory=list)
     """For each message, the index of the previous message. :func:`linked` fills in missing entries."""
     sequences: list[TokenSequence] = field(default_factory=list)
@@ -252,7 +253,7 @@ class Trajectory:
     attempts: list[Attempt] = field(default_factory=list)
     artifacts: list[Artifact] = field(default_factory=list)
     images: dict[str, Image] = field(default_factory=dict)
-    """SHA-256 → image, for every image that its messages or sequences name; see :attr:`Recording.images`."""
+    """Maps SHA-256 to image, for every image that the messages or sequences refer to; see :attr:`Recording.images`."""
 
     def __repr__(self) -> str:
         return f"<Trajectory {self.id!r}: {self.status}, reward {self.reward}, {len(self.turns)} turns>"
@@ -295,22 +296,20 @@ def image_records(images: Mapping[str, Image]) -> list[dict[str, Any]]:
 
 
 def images_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Image]:
-    """Restores images from :func:`image_records`. Returns them by their SHA-256."""
+    """Restores images from :func:`image_records`, by SHA-256."""
     return {record["sha256"]: Image(**known_fields(Image, record)) for record in records}
 
 
 def shown_images(messages: Iterable[Mapping[str, Any]]) -> list[str | None]:
-    """Returns the SHA-256 of each image in messages, in the order in which they are shown. ``None`` for an image that
-    is not recorded, such as one on another host.
+    """Returns the SHA-256 of each image in messages, in the order in which they are shown. An image that is not
+    recorded, such as one on another host, is ``None``.
     """
     urls = (part["image_url"].get("url", "") for message in messages for part in image_parts(message))
     return [url.removeprefix(IMAGE_SCHEME) if url.startswith(IMAGE_SCHEME) else None for url in urls]
 
 
 def with_images(messages: Sequence[Mapping[str, Any]], images: Mapping[str, Image]) -> list[dict[str, Any]]:
-    """Returns messages with their images as ``data:`` URLs in place of ``sha256:<hex>``. Leaves URLs of unknown images
-    unchanged.
-    """
+    """Replaces ``sha256:<hex>`` URLs in messages by ``data:`` URLs. URLs of unknown images are left unchanged."""
     urls = {f"{IMAGE_SCHEME}{name}": images[name].url for name in shown_images(messages) if name and name in images}
     return [replaced_images(message, lambda _, url: urls.get(url, url)) for message in messages]
 
@@ -330,10 +329,10 @@ def replaced_images(message: Mapping[str, Any], replace: Callable[[int, str], st
 
 
 def image_label(part: Mapping[str, Any], labels: Mapping[str, str]) -> str:
-    """Returns a short text in place of an image part.
+    """Returns the text to show in place of an image part.
 
     Args:
-        labels: SHA-256 → :attr:`Image.label`.
+        labels: Maps SHA-256 to :attr:`Image.label`.
     """
     url = str(part["image_url"].get("url", ""))
     if not url.startswith(IMAGE_SCHEME):
@@ -350,8 +349,8 @@ def image_parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def linked(parents: Sequence[int], count: int) -> list[int]:
-    """Returns the parents of ``count`` messages. Each message without an entry, as in older recordings, follows the
-    previous message."""
+    """Returns the parents of ``count`` messages. A message without an entry, as in older recordings, is assumed to
+    follow the previous message."""
     return [*parents[:count], *range(len(parents) - 1, count - 1)]
 
 

@@ -59,28 +59,29 @@ class HealthCheck:
     """Program with arguments that exits with 0 in a healthy service. If empty, every port must accept connections."""
     interval_s: float = 1.0
     timeout_s: float = 10.0
-    """Limit of one check."""
+    """Timeout of one check."""
     ready_s: float = 60.0
-    """Limit from the start of the service until the first check that succeeds."""
+    """Maximum time from the start of the service to the first successful check."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """A program in a sandbox of its own, next to the sandboxes of a rollout, which reach its ports by its name."""
+    """A program, such as a database, that runs in its own sandbox. The rollout's sandboxes connect to its ports, with
+    its name as the host name."""
 
     name: str
     """Host name of the service inside the sandboxes."""
     image: str = ""
     """Image name, as in :attr:`Task.image`. Empty for the task's image."""
     command: tuple[str, ...] = ()
-    """Program with arguments. Empty for the image's own."""
+    """Program with arguments. If empty, the image's own command runs."""
     entrypoint: tuple[str, ...] = ()
-    """Program to put before ``command``; ``command`` are then its arguments."""
+    """Program that is run with ``command`` as its arguments."""
     env: Mapping[str, str] = field(default_factory=dict)
     workdir: str | None = None
     user: str | None = None
     ports: tuple[int, ...] = ()
-    """TCP ports that sandboxes reach."""
+    """TCP ports that sandboxes can connect to."""
     health: HealthCheck = field(default_factory=HealthCheck)
     after: tuple[str, ...] = ()
     """Services that must be healthy before this one starts."""
@@ -90,11 +91,12 @@ class Service:
     base: str = ""
     """Image in the Dockerfile's last ``FROM``."""
     per: Literal["rollout", "node", "campaign"] = "rollout"
-    """Scope: which rollouts share the service."""
+    """Scope within which rollouts share the service."""
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Service:
-        """Restores a service from :func:`dataclasses.asdict`. Ignores keys of another version."""
+        """Restores a service from the output of :func:`dataclasses.asdict`. Ignores unknown keys, which another version
+        may have written."""
         values = known_fields(cls, data)
         for name in ("command", "entrypoint", "ports", "after"):
             values[name] = tuple(values.get(name, ()))
@@ -105,7 +107,7 @@ class Service:
 
 @dataclass(frozen=True)
 class McpServer:
-    """A server of tools for agents, by the Model Context Protocol. It has a ``url`` or a ``command``."""
+    """A Model Context Protocol (MCP) server that provides tools to agents. It has either a ``url`` or a ``command``."""
 
     name: str
     url: str = ""
@@ -139,7 +141,7 @@ class Task:
     services: tuple[Service, ...] = ()
     """Programs that run next to the sandboxes of each rollout."""
     mcp_servers: tuple[McpServer, ...] = ()
-    """Servers of tools that the agent may call."""
+    """MCP servers whose tools the agent may call."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as a dictionary that JSON and msgpack can encode. :meth:`from_dict` is the inverse."""
@@ -147,7 +149,7 @@ class Task:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Task:
-        """Restores a task from :meth:`to_dict`. Ignores keys of another version."""
+        """Restores a task from :meth:`to_dict`. Ignores unknown keys, which another version may have written."""
         values = known_fields(cls, data)
         values["limits"] = Limits(**known_fields(Limits, data.get("limits", {})))
         values["services"] = tuple(map(Service.from_dict, data.get("services", ())))
@@ -222,7 +224,7 @@ class RolloutName(NamedTuple):
 
     @property
     def arm(self) -> str:
-        """The rollout's :attr:`Rollout.arm`."""
+        """Policy and scaffold; see :attr:`Rollout.arm`."""
         return _arm(self.policy, self.scaffold)
 
 
@@ -331,9 +333,10 @@ class ModelEndpoint:
 
 
 CALL_HEADER = "x-megaflow-call"
-"""Header of the gateway's answer: number of the model call in its rollout, from 0. Streams begin before it is known."""
+"""Response header of the gateway: number of the model call within its rollout, from 0. Streamed responses lack it,
+because they begin before the number is known."""
 STARTED_BY_HEADER = "x-megaflow-started-by"
-"""Header of a request: number of the call that caused it, such as a parent agent's."""
+"""Request header: number of the model call that caused this one, such as a call of the parent agent."""
 TURN_REWARD = "turn."
 """Prefix of the rewards of single turns: ``turn.0`` is the reward of the rollout's first model call."""
 SEQUENCE_REWARD = "sequence."
@@ -341,8 +344,8 @@ SEQUENCE_REWARD = "sequence."
 MAX_REWARD = 3.4028234663852886e38
 """Largest absolute value of a reward. Rewards are stored as float32."""
 MAX_REWARDS = 1000
-"""Maximum number of a rollout's named rewards, without those of turns and sequences. Each name becomes a column for all
-trajectories."""
+"""Maximum number of named rewards per rollout, not counting rewards of turns and sequences. Each name becomes a column
+for all trajectories."""
 MAX_NAME_LENGTH = 1024
 """Maximum length of a stored name in characters. Every row of a string column is as wide as its longest string."""
 _PART_REWARD = re.compile(r"(turn|sequence)\.-?\d+")
@@ -359,7 +362,7 @@ def whole_rewards(rewards: Mapping[str, float]) -> dict[str, float]:
 
 
 def main_reward(rewards: Mapping[str, float]) -> float | None:
-    """Returns the entry ``reward``, or else the first of the :func:`whole_rewards`, if any."""
+    """Returns the reward named ``reward``. If it is missing, returns the first of the :func:`whole_rewards`, if any."""
     reward = rewards.get("reward", next(iter(whole_rewards(rewards).values()), math.nan))
     return None if math.isnan(reward) else reward
 
@@ -396,7 +399,8 @@ class AgentResult:
     turn_rewards: list[float] = field(default_factory=list)
     """Rewards of the model calls, in order, for training. They are stored as the rewards ``turn.0``, ``turn.1``, …"""
     rewards: dict[str, float] = field(default_factory=dict)
-    """Further rewards by name, such as those of a team's roles. A verifier's reward of the same name replaces it."""
+    """Further rewards by name, such as rewards of a team's roles. If the verifier gives a reward of the same name, that
+    one is stored."""
     state: dict[str, Any] | None = None
     """State for ``resume``, which msgpack must be able to encode. ``run`` sets it if a model call was refused because
     the rollout is being suspended."""
@@ -469,8 +473,8 @@ class Verdict:
     def of(cls, rewards: Mapping[str, float], output: str = "", artifacts: Sequence[Artifact] = ()) -> Verdict:
         """Creates a verdict from named rewards. The verdict's reward is their :func:`main_reward`.
 
-        If all of them belong to turns, the verdict has an error. With reward 0, all rollouts of a group would be equal,
-        and nothing would say why none is trained on.
+        If all rewards belong to turns or sequences, the verdict has an error. Without it, every rollout of the group
+        would get reward 0, and the user would not learn why none of them is used for training.
         """
         kept = {name: value + 0.0 for name, value in rewards.items()}  # turns -0.0 into 0.0
         reward = main_reward(kept)
@@ -487,7 +491,7 @@ class CallBudget:
     tokens: int | None = None
     """Maximum number of sampled tokens, including those of calls in progress."""
     image_bytes: int | None = None
-    """Maximum number of bytes of the images in its calls, each counted once."""
+    """Maximum total size in bytes of the images in the rollout's calls. Each image is counted once."""
 
 
 NEUTRAL: Mapping[str, float] = {
