@@ -23,8 +23,8 @@ address."""
 def address() -> str:
     """Returns the address at which other nodes reach this node, over IPv4 if possible.
 
-    It is ``MEGAFLOW_ADDRESS`` if set, else the host name if it resolves, else the source address of the outbound route,
-    else :data:`LOOPBACK`. An IPv6-only node has an AAAA record or an IPv6 route.
+    Uses ``MEGAFLOW_ADDRESS`` if set. Otherwise tries IPv4, then IPv6: the host name if it resolves, else the source
+    address of the outbound route. Falls back to :data:`LOOPBACK`.
     """
     chosen = os.environ.get("MEGAFLOW_ADDRESS", "").strip("[]")
     if chosen:

@@ -1,8 +1,8 @@
 """Finds this machine's Apptainer, and builds its environment.
 
-Every call builds a new environment. ``APPTAINER_BINDPATH`` and similar variables, which site modules set, bind host
-paths despite ``--containall --cleanenv``. ``PMI*`` and ``SLURM*`` would let a process in a container act as part of the
-job. The new environment contains neither.
+The environment is built from scratch, so that it lacks two kinds of variables. ``APPTAINER_BINDPATH`` and similar
+variables, which site modules set, bind host paths despite ``--containall --cleanenv``. ``PMI*`` and ``SLURM*`` would
+let a process in a container act as part of the job.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from megaflow_hpc.errors import SiteError
 
 CONTROL_DIR = "/.megaflow"
-"""Read-only directory in a sandbox with the host's control files."""
+"""Directory inside a sandbox that contains the host's control files. It is read-only."""
 
 _PASSED = ("LANG", "LC_ALL", "TZ")
 _PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
@@ -75,15 +75,15 @@ def unshare() -> tuple[str, ...]:
 def only_by_root() -> bool:
     """Returns whether only root can create user namespaces, so that containers need a setuid Apptainer.
 
-    In that case, commands run as the caller, without any capabilities. A setuid Apptainer has no privileges inside a
-    user namespace. So if namespaces are available, it is as safe as an unprivileged Apptainer.
+    In that case, commands run as the caller, without any capabilities. If namespaces are available, a setuid Apptainer
+    is as safe as an unprivileged one, because it has no privileges inside a user namespace.
     """
     return os.geteuid() != 0 and shutil.which("unshare") is not None and not unshare()
 
 
 def last_line(output: str) -> str:
-    """Extracts the error from Apptainer's output: the last ``FATAL`` or ``ERROR`` line without colour and timestamp, or
-    the line about a wrong option, else the last line."""
+    """Extracts the error from Apptainer's output: the last ``FATAL`` or ``ERROR`` line without colour and timestamp,
+    the line about an invalid option, or else the last line."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in output.splitlines()]
     lines = [line for line in lines if line]
     for level in ("FATAL", "ERROR", "Error for command"):
@@ -104,8 +104,7 @@ _NAMESPACE_WORDS = ("namespace", "uid_map", "setgroups", "unshare")
 
 
 def explained(output: str, settings: str = "/proc/sys") -> str:
-    """Returns :func:`last_line` of a failed program's output, followed by the cause and its remedy if they are
-    known."""
+    """Returns a failed program's error (:func:`last_line`), followed by its cause and remedy if known."""
     line, text = last_line(output), output.lower()
     if "exec format error" in text or "image targets '" in text:
         machine = os.uname().machine

@@ -9,7 +9,7 @@ from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.types import ModelEndpoint
 
 REFUSED = (400, 413, 422)
-"""HTTP statuses of an invalid request. Any other failure is the model service's."""
+"""HTTP statuses of an invalid request. Any other error status is a failure of the model service."""
 
 
 async def post_chat(
@@ -20,19 +20,19 @@ async def post_chat(
     who: str,
     headers: Mapping[str, str] | None = None,
 ) -> tuple[int, Mapping[str, str], Any]:
-    """Sends a request, and waits as long as the gateway does for an engine.
+    """Sends a request without a timeout, because the gateway limits how long it waits for an engine.
 
     Args:
-        messages: a conversation in OpenAI format, or the text of its only message.
-        options: other fields of the request.
-        who: the caller, for messages.
-        headers: further headers of the request.
+        messages: A conversation in OpenAI format, or the text of its only message.
+        options: Other fields of the request.
+        who: Name of the caller, for error messages.
+        headers: Additional request headers.
 
     Returns:
-        The HTTP status, 200 or one of :data:`REFUSED`; the headers of the answer; and the decoded answer.
+        The HTTP status (200 or one of :data:`REFUSED`), the response headers, and the decoded response.
 
     Raises:
-        ModelServiceError: there was no answer, or one with another status.
+        ModelServiceError: No response arrived, or its status is a different one.
     """
     import aiohttp  # imported late because planning imports agents and tasks too, and must stay fast
 

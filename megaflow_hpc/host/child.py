@@ -128,8 +128,7 @@ def confine(limits: ProcessLimits, network: bool = False) -> None:
     """Permanently limits the resources of this process and its children.
 
     Args:
-        network: True to keep network access. If false, the process enters an empty network namespace where users may
-            create one.
+        network: Keep network access. Otherwise the process enters an empty network namespace, if users may create one.
     """
     kinds = (resource.RLIMIT_DATA, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE)
     for kind, limit in zip(kinds, (limits.memory_bytes, limits.cpu_s, limits.file_bytes, 0), strict=True):

@@ -62,7 +62,7 @@ def read_regular(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
 def behind_hole(file: BinaryIO, offset: int) -> int:
     """Returns the offset of the first data at or after ``offset``, or the file's size if only a hole follows.
 
-    Use it to skip holes. They take no disk space, but reading them takes as long as reading data.
+    Use it to skip holes in sparse files, which take as long to read as data.
     """
     try:
         return os.lseek(file.fileno(), offset, os.SEEK_DATA)
@@ -134,8 +134,8 @@ def _walk(
 ) -> None:
     """Walks a directory tree with at most two open descriptors.
 
-    A sandbox can nest directories beyond Python's recursion limit, the maximum path length and the descriptor limit. So
-    the walk descends by name, ascends by ``..``, and checks that ``..`` leads back to the parent.
+    A sandbox can nest directories beyond Python's recursion limit, the maximum path length and the descriptor limit.
+    Therefore the walk descends by name, ascends by ``..``, and checks that ``..`` leads back to the parent.
 
     Args:
         enter: Called with the descriptor of a directory. Returns the names of the subdirectories to visit.
@@ -269,9 +269,9 @@ _MAX_LINKS = 40
 def opened_below(root: int, path: str, *, follow: bool = True, as_root: bool = False) -> Iterator[tuple[int, str]]:
     """Yields an ``O_PATH`` descriptor for ``path`` below ``root``, and its path relative to ``root`` without symlinks.
 
-    Resolving a path twice may give different results, because another process can change symlinks in between. So every
-    component is opened by name, relative to the directory already open, and the object that was checked is also the
-    object that is used. Since Linux 5.6, ``openat2`` does the same.
+    Resolving a path twice may give different results, because another process can change symlinks in between. Therefore
+    every component is opened by name, relative to the directory already open, so that the object that is used is the
+    object that was checked. This emulates ``openat2``, which requires Linux 5.6.
 
     Args:
         root: Descriptor of a directory.
@@ -325,8 +325,8 @@ def reopen(descriptor: int, flags: int) -> int:
 
 
 def _descend(root: int, names: list[str]) -> int:
-    """Opens a directory by descending from the root. Following ``..`` would be unsafe if a directory was moved
-    meanwhile."""
+    """Opens a directory by descending from the root. Following ``..`` would be unsafe if a directory was moved in the
+    meantime."""
     descriptor = os.open(".", _STEP | os.O_DIRECTORY, dir_fd=root)
     for name in names:
         try:

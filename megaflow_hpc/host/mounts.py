@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_CACHED_S = 60
-"""Longest supported caching of directory attributes, in seconds. This is NFS's default."""
+"""Maximum supported time in seconds for which directory attributes may be cached. This is NFS's default."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class MountInfo:
 
 
 def mount_of(path: str | os.PathLike[str], mountinfo: str | None = None) -> MountInfo:
-    """Returns the mount that contains ``path``. All its fields are empty if it is unknown.
+    """Returns the mount that contains ``path``. All fields are empty if the mount is unknown.
 
     Args:
-        mountinfo: Content of ``/proc/self/mountinfo``. Default: that of this process.
+        mountinfo: Content of ``/proc/self/mountinfo``. Default: read the file.
     """
     real = os.path.realpath(path)
     if mountinfo is None:
@@ -76,8 +76,8 @@ def why_no_links(folder: Path) -> str:
 
 
 def refusal_of_links(folder: Path) -> str:
-    """Explains why a directory cannot hold a run: pods claim work with hard links. Returns an empty string if these are
-    supported."""
+    """Explains why a directory cannot hold a run if it lacks hard links, with which pods claim work. Returns an empty
+    string if it supports them."""
     if not (why := why_no_links(folder)):
         return ""
     mount = mount_of(folder)

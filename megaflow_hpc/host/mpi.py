@@ -30,7 +30,7 @@ print(MPI.Get_library_version())
 
 
 def find_mpiexec() -> str:
-    """Returns the path of the mpiexec installed with this interpreter, else of the first mpiexec on PATH.
+    """Returns the path of the mpiexec installed with this interpreter, or else of the first mpiexec on PATH.
 
     Raises:
         SiteError: No mpiexec was found.
@@ -82,7 +82,8 @@ def network_variables(library: str, environ: Mapping[str, str] = os.environ) -> 
     and ParaStation's pspmi read at most 1,024 bytes per line, so a full chunk makes startup hang. With libfabric, MPICH
     publishes only 16 bytes. libfabric's provider ``sockets`` lets the other ranks continue if a rank is killed. With
     ``tcp``, rank 0 would wait forever. On nodes with several interfaces, libfabric may choose an unusable one, such as
-    a container bridge. So ``FI_SOCKETS_IFACE`` names the interface through which this node reaches the step's ``srun``.
+    a container bridge. Therefore ``FI_SOCKETS_IFACE`` names the interface through which this node reaches the step's
+    ``srun``.
 
     Args:
         library: Full version string of the MPI library. The mapping is empty unless the library supports both UCX and

@@ -21,7 +21,8 @@ STALE_S = 60.0
 """Minimum age in seconds of a shared-memory file to remove. A younger file may belong to an MPI world that is still
 starting."""
 POD_DIRECTORY, BUILD_DIRECTORY = "megaflow-pod", "megaflow-build"
-"""Kinds of private directories, named ``KIND.HOST.PID-START.RANDOM`` after the process that owns them."""
+"""Kinds of private directories. Each directory is named ``KIND.HOST.PID-START.RANDOM`` after the process that created
+it."""
 _TURN_S = 5.0
 """Maximum wait in seconds for the lock on the base directory, which another user may hold."""
 
@@ -213,7 +214,8 @@ def sweep_directories(base: str | os.PathLike[str], kind: str = POD_DIRECTORY) -
 def sweep_shared_memory(prefix: str = "mpich") -> int:
     """Removes shared-memory files of MPI worlds that were killed while starting. Returns the number removed.
 
-    Ranks unlink their files once all ranks have mapped them. So a file of this user that no process maps is garbage.
+    Ranks unlink their files once all ranks have mapped them. A file of this user that no process maps is therefore
+    garbage.
     """
     before = time.time() - STALE_S
     stale = [p for p, s in _ours(SHARED_MEMORY, prefix).items() if stat.S_ISREG(s.st_mode) and s.st_mtime < before]

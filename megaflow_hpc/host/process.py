@@ -86,7 +86,7 @@ def kill_each(pids: Iterable[int]) -> None:
 
 
 def read_proc(path: str) -> bytes:
-    """Reads a file in ``/proc``. Makes half as many system calls as a file object, because a watchdog reads thousands
+    """Reads a file in ``/proc``. Uses half as many system calls as a file object, because the watchdog reads thousands
     of files per second.
 
     Raises:

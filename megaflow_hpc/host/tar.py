@@ -2,8 +2,8 @@
 
 **Reading.** A sandbox's agent controls the archive, and the reader runs in the process that holds all rollouts of a
 rank. In the oldest supported Python, ``tarfile`` loops forever on a negative size and takes quadratic time for an
-extended header. It also expands sparse files of any size in memory. So this module reads only the few record types that
-tar programs write, and rejects all others. Time and memory are linear in the bytes read.
+extended header. It also expands sparse files of any size in memory. This module therefore reads only the few record
+types that tar programs write, and rejects all others. Time and memory are linear in the bytes read.
 
 **Unpacking.** Every file is created by its bare name in a directory that is already open. That directory was opened
 step by step from the root, without following symlinks. An obstacle, such as a symlink from an earlier archive, is
@@ -30,7 +30,7 @@ MAX_EXTENDED_HEADER_BYTES = 1 << 20
 """Maximum size in bytes of an extended header, which contains one or two names."""
 _CHUNK = 1 << 20
 MAX_DEPTH = 200
-"""Maximum depth of directories. It is limited because later tree walks may recurse, and path lengths are limited."""
+"""Maximum directory depth. It is limited because later tree walks may recurse."""
 MAX_PATH_BYTES = 2000
 """Maximum length in bytes of a path in the archive."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -213,7 +213,7 @@ def _name(header: bytes) -> bytes:
 
 
 def _records(data: bytes) -> dict[bytes, bytes]:
-    """Parses a POSIX extended header, made of records of ``LENGTH KEYWORD=VALUE`` and a newline."""
+    """Parses a POSIX extended header. Each record is ``LENGTH KEYWORD=VALUE`` followed by a newline."""
     records: dict[bytes, bytes] = {}
     at = 0
     while at < len(data) and data[at]:

@@ -1,8 +1,8 @@
 """Messages between processes: msgpack maps, framed on sockets with a four-byte little-endian length.
 
 A frame contains a *parcel*: one or more packed messages in a row. A process in the middle forwards parcels without
-unpacking them. Messages that accumulate while it is busy are forwarded as one parcel. Lone surrogates in strings, which
-come from undecodable sandbox output, are preserved.
+unpacking them. Messages that accumulate while that process is busy are forwarded as one parcel. Lone surrogates in
+strings, which come from undecodable sandbox output, are preserved.
 """
 
 from __future__ import annotations
@@ -169,5 +169,4 @@ class WireLink:
         return parcel
 
     def close(self) -> None:
-        """Closes the socket."""
         self._socket.close()

@@ -3,8 +3,9 @@
     harbor run -p TASK -a oracle --env megaflow_hpc.integrations.harbor:ApptainerEnvironment --ek images=base=base.sif
 
 Harbor keeps its own scheduling, agents and verifier. Each trial's environment is one sandbox. All trials of a process
-share an :class:`~megaflow_hpc.environments.ApptainerProvider`. Files are copied through the sandbox. Only mounts that
-the user requests from Harbor are mounted. Both packages must be installed in Harbor's Python (3.12 or later).
+share an :class:`~megaflow_hpc.environments.ApptainerProvider`. Files are copied through the sandbox. Host directories
+are mounted only if the user requests a mount from Harbor. Both packages must be installed in Harbor's Python (3.12 or
+later).
 
 Keyword arguments (``--ek KEY=VALUE``, or ``environment.kwargs`` of a job file):
 
@@ -43,7 +44,7 @@ from megaflow_hpc.integrations.sandboxes import (
 
 IMAGES = "environment kwarg images"
 COMPOSE = "docker-compose.yaml"
-"""The only name that Harbor takes for a definition of services. Files with similar names are data."""
+"""The only file name that Harbor recognises as a compose file. Files with similar names are treated as data."""
 
 
 class ApptainerEnvironment(BaseEnvironment):
@@ -127,7 +128,7 @@ class ApptainerEnvironment(BaseEnvironment):
         await self._upload_environment_dir_after_start()
 
     def _image(self) -> ResolvedImage:
-        """Returns the image of the task's definition."""
+        """Returns the image that the task defines."""
         dockerfile = self.environment_dir / "Dockerfile"
         return resolve_image(
             self.task_env_config.docker_image or "",
@@ -139,8 +140,8 @@ class ApptainerEnvironment(BaseEnvironment):
         )
 
     async def stop(self, delete: bool) -> None:
-        """Stops the sandbox, and closes the provider after its last sandbox. Removes all files, even if ``delete`` is
-        false."""
+        """Stops the sandbox, and closes the provider if this was its last sandbox. Removes all files, even if
+        ``delete`` is false."""
         sandbox, self._sandbox = self._sandbox, None
         if sandbox is not None:
             await sandbox.stop()

@@ -6,12 +6,13 @@ Inspect finds the provider by its entry point. Each sample gets one sandbox, who
 
 - an image: a SIF file, or a directory with an unpacked image;
 - a Dockerfile, or a compose file with one service, in the form that the ``docker`` provider accepts. An evaluation that
-  names the ``docker`` provider keeps its file with ``--sandbox megaflow_hpc``;
-- nothing: the image ``aisiuk/inspect-tool-support``, as with ``docker``.
+  names the ``docker`` provider can use its file unchanged with ``--sandbox megaflow_hpc``;
+- nothing, which selects the image ``aisiuk/inspect-tool-support``, as with ``docker``.
 
-``MEGAFLOW_IMAGES`` maps names of images to files and addresses, as ``NAME=TARGET,…``, with patterns. An unmapped name
-means ``docker://NAME``. A Dockerfile whose path is mapped is not built. A sandbox has no network unless the compose
-file has ``network_mode: host`` or ``bridge``, which both mean the host's network. A sandbox has only one user.
+``MEGAFLOW_IMAGES=NAME=TARGET,…`` maps image names or patterns to files and addresses. An unmapped name means
+``docker://NAME``. If the path of a Dockerfile is mapped, the mapped image is used instead of a build. A sandbox has no
+network unless the compose file has ``network_mode: host`` or ``bridge``, which both mean the host's network. A sandbox
+has only one user.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ from megaflow_hpc.integrations.sandboxes import (
 IMAGES_VARIABLE = "MEGAFLOW_IMAGES"
 DEFAULT_IMAGE = "aisiuk/inspect-tool-support"
 DEFAULT_WORKDIR = "/workspace"
-"""Directory of a sample whose image names no other. Created if it is missing."""
+"""Working directory if neither the service nor its image specifies one. Created if it is missing."""
 IGNORED = {"build", "command", "container_name", "cpus", "deploy", "entrypoint", "environment", "hostname", "image"}
 IGNORED |= {"init", "mem_limit", "network_mode", "pull_policy", "platform", "restart", "stop_grace_period", "user"}
 IGNORED |= {"working_dir", "x_default", "x_local"}
-"""Fields of a service that are used, or that have no effect in a sandbox."""
+"""Fields of a compose service that are supported, or that can be ignored because they have no effect in a sandbox."""
 _MB = {"k": 1e-3, "m": 1.0, "g": 1e3, "b": 1e-6}
 _WRITE = """\
 set -e
@@ -77,7 +78,7 @@ exec head -c "$2" <"$1"
 
 @sandboxenv(name="megaflow_hpc")
 class ApptainerSandboxEnvironment(SandboxEnvironment):
-    """The sandbox of a sample. The module docstring lists its configurations."""
+    """The sandbox of a sample. The module docstring lists the possible configurations."""
 
     def __init__(self, sandbox: ApptainerSandbox) -> None:
         super().__init__()
@@ -100,7 +101,7 @@ class ApptainerSandboxEnvironment(SandboxEnvironment):
 
     @classmethod
     async def task_init(cls, task_name: str, config: BaseModel | str | None) -> None:
-        """Pulls or builds the image, so that an error ends the task and not each sample."""
+        """Pulls or builds the image, so that an error fails the whole task at once rather than each sample."""
         await asyncio.to_thread(spec_of, config)
 
     @classmethod
@@ -212,7 +213,7 @@ def spec_of(config: BaseModel | str | None) -> SandboxSpec:
     """Returns the specification of a sandbox for Inspect's configuration.
 
     Raises:
-        ConfigError: The configuration needs what a sandbox does not have, or its image is missing.
+        ConfigError: The configuration needs a feature that sandboxes lack, or its image is missing.
     """
     if config is None:
         return _spec(ComposeService(image=DEFAULT_IMAGE), Path.cwd(), "no configuration")

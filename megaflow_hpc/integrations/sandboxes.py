@@ -24,7 +24,7 @@ _providers: dict[tuple[asyncio.AbstractEventLoop, str], tuple[ApptainerProvider,
 
 @dataclass(frozen=True)
 class ResolvedImage:
-    """An image file, and what its Dockerfile sets."""
+    """An image file, with the settings from its Dockerfile."""
 
     file: str
     workdir: str | None = None

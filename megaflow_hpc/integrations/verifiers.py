@@ -7,8 +7,8 @@
 verifiers selects only its own runtimes by the ``type`` of a configuration, and has no registry for others. So start the
 runtime yourself, as above, and pass it to the agent.
 
-The sandbox's workspace is ``workdir``. It has no network unless ``network`` is ``host``, which a harness needs to reach
-the interception server of verifiers.
+The workspace is ``workdir``. The sandbox has no network unless ``network`` is ``host``. A harness needs the host's
+network to reach verifiers' interception server.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class MegaflowConfig(BaseRuntimeInfo):
 
 
 class MegaflowRuntime(Runtime):
-    """A sandbox as a runtime of verifiers."""
+    """A verifiers runtime that is backed by a sandbox."""
 
     def __init__(self, config: MegaflowConfig, name: str | None = None) -> None:
         super().__init__(name)
@@ -87,7 +87,7 @@ class MegaflowRuntime(Runtime):
         self.info.id = self._sandbox.directory
 
     async def teardown(self) -> None:
-        """Stops the sandbox. It also ends with the process."""
+        """Stops the sandbox. Without this call, the sandbox ends with this process."""
         sandbox, self._sandbox = self._sandbox, None
         try:
             if sandbox is not None:
