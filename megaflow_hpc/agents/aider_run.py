@@ -1,4 +1,5 @@
-"""Runs aider. ``launchers/agents.sh aider`` copies this file into the toolbox, next to aider and a Python for it."""
+"""Runs aider. ``launchers/agents.sh aider`` copies this file into the toolbox, next to aider and its Python
+interpreter."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ def main() -> int:
     from aider.main import main as aider
     from aider.repomap import RepoMap
 
-    # Inside the repository, as aider has it, it would be part of the task's patch.
+    # By default, aider stores this cache in the repository, where it would become part of the task's patch.
     RepoMap.TAGS_CACHE_DIR = os.path.expanduser("~/.aider.tags.cache")
     return int(aider() or 0)
 

@@ -23,7 +23,8 @@ class ModelAnswer:
     message: dict[str, Any]
     """The answer in OpenAI format. Append it to the conversation to continue."""
     call: int
-    """Number of the call in the rollout, from 0. The record uses it to link calls that this answer starts."""
+    """Number of the call within the rollout, from 0. The recording uses it to link the first call of a sub-agent to
+    this answer."""
     finish_reason: str
 
     @property
@@ -40,21 +41,21 @@ async def ask(
     started_by: ModelAnswer | None = None,
     **options: Any,
 ) -> ModelAnswer:
-    """Calls a model once. Has no timeout of its own; the gateway limits the wait for an engine.
+    """Calls a model once. Has no timeout, because the gateway limits how long it waits for an engine.
 
     Args:
-        model: the endpoint that was passed to ``run``.
-        messages: a conversation in OpenAI format, or the text of a single user message.
-        role: team role that answers. Empty: the rollout's own model.
-        started_by: the answer that caused this call, for example the parent agent's. Pass it to the first call of a
+        model: The endpoint that was passed to ``run``.
+        messages: A conversation in OpenAI format, or the text of a single user message.
+        role: Team role that answers. If empty, the rollout's own model answers.
+        started_by: The answer that caused this call, for example the parent agent's. Pass it to the first call of a
             sub-agent to link the sub-agent to its parent in the record.
-        options: other fields of the request, such as ``max_tokens``. If they change the policy's sampling settings, the
+        options: Other fields of the request, such as ``max_tokens``. If they change the policy's sampling settings, the
             call's tokens are not trained on.
 
     Raises:
-        ModelServiceError: the gateway refused the call or cannot be reached. If it refused because the rollout's budget
+        ModelServiceError: The gateway refused the call or cannot be reached. If it refused because the rollout's budget
             is used up, the rollout is truncated but still verified.
-        UserCodeError: the request is invalid.
+        UserCodeError: The request is invalid.
     """
     if options.get("stream"):
         raise UserCodeError("model call: ask takes no stream; leave it out")
@@ -83,7 +84,7 @@ class CallRefused(Exception):
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"the model refused the call (HTTP {status}): {message}")
-        long = ("context length", "max_model_len", "context window", " images; ")  # the last one is the gateway's
+        long = ("context length", "max_model_len", "context window", " images; ")  # the last phrase is the gateway's
         self.too_long = status == 413 or any(words in message for words in long)
 
 

@@ -7,7 +7,7 @@
     RUN/code/prompts/…         files that a module names in string literals and finds through ``__file__``
 
 A pod's processes search this directory first, so editing or removing an agent does not affect a running campaign. They
-search the campaign file's directory last, for modules that parsing the source did not find.
+search the campaign file's directory last, to find modules whose import was not detected in the source.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import file_mode, make_directory, write_atomic
 
 MAX_FILES, MAX_BYTES = 2000, 64 * 2**20
-"""Maximum number and total bytes of the code files stored with a run."""
+"""Maximum number and total size in bytes of the code files stored with a run."""
 DATA_FILES, DATA_BYTES = 200, 16 * 2**20
-"""Maximum number of files, and total bytes, of a data file or directory to copy. Larger files and directories are
-symlinked."""
+"""Maximum number of files and total bytes for which a data file or directory is copied. Larger ones are symlinked."""
 
 
 def look_in(kept: str, beside: str) -> None:
@@ -57,10 +56,10 @@ def imported_from(directory: str) -> list[str]:
 
 
 def keep(names: Iterable[str], directory: Path, target: Path) -> None:
-    """Copies modules and packages from ``directory`` to ``target``, along with the files that they refer to.
+    """Copies modules and packages from ``directory`` to ``target``, along with their dependencies.
 
-    These are the modules that they import and, if a module uses ``__file__``, the files and directories that its string
-    literals name.
+    Dependencies are the modules that they import and, if a module uses ``__file__``, the files and directories that its
+    string literals name.
 
     Args:
         names: File names of the modules and packages.
@@ -90,8 +89,7 @@ def keep(names: Iterable[str], directory: Path, target: Path) -> None:
 
 
 def _keep_data(data: Iterable[str], kept: list[Path], directory: Path, target: Path) -> None:
-    """Copies data files and directories, except those below ``kept``. Makes symlinks to large files and directories
-    instead."""
+    """Copies data files and directories that are not below ``kept``. Large ones are symlinked instead."""
     for path in map(Path, sorted(data)):
         if target.is_relative_to(directory / path) or any(path.is_relative_to(other) for other in kept):
             continue
@@ -106,7 +104,7 @@ def _keep_data(data: Iterable[str], kept: list[Path], directory: Path, target: P
 
 
 def _named(text: bytes, directory: Path) -> tuple[set[str], set[str]]:
-    """Returns the modules and packages in ``directory`` that a module imports, and the files in it that its string
+    """Returns the modules and packages in ``directory`` that a module imports, and the files there that its string
     literals name."""
     try:
         tree = ast.parse(text)

@@ -141,7 +141,8 @@ PYTHON_PACKAGES: Mapping[str, str] = {
     "openhands": "openhands-sdk@1.58.2",
     "terminus-2": "harbor@0.25.0",
 }
-"""Agent → PyPI package with pinned version. The toolbox contains a Python for each (``containers/NAME.txt``)."""
+"""Maps each agent to its PyPI package, with a pinned version. Each has its own Python interpreter in the toolbox, with
+the dependencies in ``containers/NAME.txt``."""
 HOME_PATH = "/tmp/megaflow-home"
 HOME = f'export HOME={HOME_PATH}; mkdir -p "$HOME"'
 CALL_TIMEOUT_MS = 3_600_000
@@ -155,21 +156,21 @@ _CODEX_PROVIDER = (
 
 @dataclass(frozen=True)
 class Preset:
-    """Command, environment variables and configuration of a known agent. :func:`command_of` appends flags and the
-    redirection of the instruction to the command."""
+    """Command, environment variables and configuration of a known agent. :func:`command_of` appends flags to the
+    command, and redirects the instruction to its standard input."""
 
     about: str
     command: str
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, Any] = field(default_factory=dict)
-    """File below the home directory → its content as JSON. In its strings, ``$OPENAI_BASE_URL`` and other variables of
-    :func:`environment` are replaced."""
+    """Maps paths below the home directory to JSON contents. Variables of :func:`environment`, such as
+    ``$OPENAI_BASE_URL``, are substituted in all strings."""
 
 
 PRESETS: Mapping[str, Preset] = {
     "aider": Preset(
         "Runs aider.",
-        # Outside of a repository, it would create one.
+        # Outside a repository, aider would create one.
         "aider $(git rev-parse --git-dir >/dev/null 2>&1 || echo --no-git) "
         '--model "openai/$OPENAI_MODEL" --message-file "$MEGAFLOW_INSTRUCTION_FILE"',
         {"LITELLM_LOCAL_MODEL_COST_MAP": "True"},  # avoids downloading a price list at import
@@ -184,7 +185,7 @@ PRESETS: Mapping[str, Preset] = {
                 "analytics": False,
                 "check-update": False,
                 "show-model-warnings": False,
-                "detect-urls": False,  # would fetch them by a browser
+                "detect-urls": False,  # would fetch URLs with a browser
                 "disable-playwright": True,
                 "timeout": CALL_TIMEOUT_MS // 1000,
                 "input-history-file": f"{HOME_PATH}/.aider.input.history",
@@ -195,7 +196,7 @@ PRESETS: Mapping[str, Preset] = {
                     "name": "openai/$OPENAI_MODEL",
                     "edit_format": "diff",
                     "use_repo_map": True,
-                    "use_temperature": False,  # the campaign sets sampling
+                    "use_temperature": False,  # the campaign sets the sampling parameters
                 }
             ],
         },
@@ -241,8 +242,8 @@ PRESETS: Mapping[str, Preset] = {
         {
             "GOOSE_MODE": "auto",
             "GOOSE_DISABLE_KEYRING": "1",
-            "GOOSE_DISABLE_SESSION_NAMING": "true",  # would call the model to name the session
-            "GOOSE_TOOL_PAIR_SUMMARIZATION": "false",  # would call the model to shorten earlier turns
+            "GOOSE_DISABLE_SESSION_NAMING": "true",  # naming a session would call the model
+            "GOOSE_TOOL_PAIR_SUMMARIZATION": "false",  # summaries of earlier turns would call the model
             "GOOSE_TELEMETRY_OFF": "1",
         },
     ),
@@ -265,7 +266,7 @@ PRESETS: Mapping[str, Preset] = {
                     }
                 },
                 "permission": {"*": "allow"},
-                "agent": {"title": {"disable": True}},  # would call the model to title the session
+                "agent": {"title": {"disable": True}},  # titling a session would call the model
                 "small_model": "gateway/$OPENAI_MODEL",
                 "share": "disabled",
                 "autoupdate": False,
@@ -313,8 +314,8 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def command_of(name: str, flags: str) -> str:
-    """Returns the shell command that runs a preset with additional ``flags``. Its input is
-    ``$MEGAFLOW_INSTRUCTION_FILE``."""
+    """Returns the shell command that runs a preset with additional ``flags``. It reads ``$MEGAFLOW_INSTRUCTION_FILE``
+    from standard input."""
     end = f' {flags} <"$MEGAFLOW_INSTRUCTION_FILE"'
     return f'{HOME}; export PATH={TOOLBOX_PATH}/bin:"$PATH"; exec {PRESETS[name].command}{end}'
 
@@ -329,7 +330,7 @@ def _filled(content: Any, variables: Mapping[str, str]) -> Any:
 
 
 def _named(name: str) -> Callable[..., CommandAgent]:
-    """Returns the constructor of the agent that has the same name as a preset."""
+    """Returns a constructor for the agent that is named after a preset."""
 
     def create(*, flags: str = "", toolbox: str | None = None, env: Mapping[str, str] | None = None) -> CommandAgent:
         return CommandAgent(preset=name, flags=flags, toolbox=toolbox, env=env)
@@ -347,12 +348,12 @@ MCP_FILES: Mapping[str, str] = {
     "codex": ".codex/config.toml",
     "qwen-code": ".qwen/settings.json",
 }
-"""Preset → its file of MCP servers, below its home directory. Other presets take no servers."""
+"""Maps presets to their MCP configuration files, below the home directory. Other presets do not support MCP servers."""
 
 
 def mcp_text(preset: str, servers: Sequence[McpServer]) -> str:
-    """Returns the content of a preset's file of MCP servers."""
-    if preset == "codex":  # JSON texts and lists of texts are TOML too
+    """Returns the content of a preset's MCP configuration file."""
+    if preset == "codex":  # JSON strings and lists of strings are also valid TOML
         lines = []
         for server in servers:
             lines.append(f"[mcp_servers.{json.dumps(server.name)}]")
@@ -373,7 +374,7 @@ def mcp_text(preset: str, servers: Sequence[McpServer]) -> str:
 
 
 def mcp_variable(servers: Sequence[McpServer]) -> dict[str, str]:
-    """Returns the environment variable that lists the MCP servers as JSON. Empty without servers."""
+    """Returns the environment variable that lists the MCP servers as JSON, or an empty mapping if there are none."""
     return {"MEGAFLOW_MCP_SERVERS": mcp_text("", servers)} if servers else {}
 
 

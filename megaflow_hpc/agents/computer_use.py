@@ -1,21 +1,22 @@
-"""An agent that works on a screen: it sees screenshots, an accessibility tree or both, and answers with actions.
+"""An agent that controls a desktop: it sees screenshots, an accessibility tree or both, and responds with actions.
 
 The sandbox needs only the program ``screen``::
 
     screen ── screenshot, tree ──► observation ──► model ── call of `computer` ──► screen do ACTION ──► observation …
 
-An action is a call of the tool ``computer`` or, for models without tool calls, a JSON object in the answer. The actions
-are those of Anthropic's computer tool (:mod:`megaflow_hpc.screen`), plus ``done`` and ``fail``, which end the rollout.
-With ``actions: browsergym`` they are those of BrowserGym: one tool per action or, without tool calls, a call in the
-answer such as ``click('12')``, in which ``12`` is an element's id in the tree. A malformed action is answered with an
-error that the model can read.
+An action is a call of the tool ``computer`` or, for models without tool calls, a JSON object in the answer. By default,
+the agent offers the actions of Anthropic's computer tool (:mod:`megaflow_hpc.screen`), plus ``done`` and ``fail``,
+which end the rollout. With ``actions: browsergym``, it offers BrowserGym's actions instead. Each of them is a tool or,
+without tool calls, a call in the answer such as ``click('12')``, in which ``12`` is an element's id in the tree. A
+malformed action is answered with an error that the model can read.
 
 A prompt has at most ``history`` observations. When another one does not fit, the oldest half is dropped at once. Each
 drop changes the beginning of the prompt and makes the recorder start a new sequence, so drops should be rare. With
 ``n`` observations and ``k`` per prompt, there are at most ``ceil((n - k) / ceil(k / 2))`` drops.
 
-A display that twice in a row gives no picture counts as lost. The model's own key presses can end it. A loss after the
-model's first answer is therefore the agent's failure: the rollout is verified as it is and not repeated.
+A display counts as lost if it twice in a row provides no picture. The model's own key presses can end the display.
+Therefore a loss after the model's first answer counts as the agent's failure: the rollout is verified as it is, and not
+retried.
 """
 
 from __future__ import annotations
@@ -37,22 +38,22 @@ from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, 
 PICTURE = "/tmp/megaflow-screen.png"
 """Path of a screenshot in the sandbox."""
 START_TIMEOUT_S, ACTION_TIMEOUT_S = 180.0, 120.0
-"""Time limits in seconds. An action may wait for a minute."""
+"""Time limits in seconds. The limit of an action exceeds a minute, because an action may wait that long."""
 MAX_ACTION_CHARACTERS = 100_000
-"""Maximum length of an action. Linux limits one argument of a program to 128 KiB."""
+"""Maximum length of an action in characters, because Linux limits a program argument to 128 KiB."""
 MAX_CALLS = 16
-"""Maximum number of actions of one answer that are carried out."""
+"""Maximum number of actions that are carried out per answer."""
 MAX_TREE_CHARACTERS = 20_000
 MAX_PICTURE_BYTES = 16 * 2**20
 MAX_PICTURE_PIXELS = 2**24
 _PNG = struct.Struct(">8sI4sII")
-"""Start of a PNG: signature, and length, name, width and height of its header."""
+"""Start of a PNG file: its signature, then the length, name, width and height of its header."""
 MIN_SIDE, MAX_SIDE = 16, 4096
-"""Limits of ``screen`` for the width and height of a display in pixels."""
+"""Minimum and maximum width and height of a display in pixels, as in the program ``screen``."""
 _SIZE = re.compile(r"(\d{2,4})x(\d{2,4})")
 OBSERVATIONS = ("screenshot", "tree", "both")
 VOCABULARIES = {"computer": "screenshot", "browsergym": "tree"}
-"""Set of actions → its default observation."""
+"""Maps each set of actions to its default observation."""
 ENDS = ("done", "fail")
 PROMPT = """\
 You work on the desktop of a Linux computer to carry out the user's task. The screen has {size} pixels. {see}
@@ -89,10 +90,10 @@ class ComputerUseAgent:
     Args:
         max_turns: Maximum number of model calls before the rollout is truncated. ``None`` means no limit.
         actions: ``computer``, or ``browsergym`` for a desktop with a browser.
-        observe: ``screenshot``, ``tree`` (for models without images) or ``both``. Default: ``screenshot``, with
-            ``browsergym`` ``tree``.
+        observe: ``screenshot``, ``tree`` (for models without images) or ``both``. Default: ``screenshot``, or ``tree``
+            with ``browsergym``.
         history: Maximum number of observations in a prompt. 0 means no limit.
-        size: Size of the screen as ``WIDTHxHEIGHT``. Default: that of ``screen``.
+        size: Size of the screen as ``WIDTHxHEIGHT``. Default: the program's default.
         scale: Size of screenshots as ``WIDTHxHEIGHT``. Coordinates are pixels of the screenshot. Default: the screen's
             size.
         tools: If false, offers no tool, and reads an action from the answer's text.
@@ -138,7 +139,7 @@ class ComputerUseAgent:
         Raises:
             ConfigError: ``model`` is ``None``, or the image has no program ``screen``.
             UserCodeError: The model refused a call, such as one with an image.
-            ModelServiceError, SandboxError: No engine responded; the sandbox was lost.
+            ModelServiceError, SandboxError: No engine responded, or the sandbox was lost.
             SetupError: The display did not start, or was lost.
         """
         if model is None:
@@ -177,7 +178,7 @@ class ComputerUseAgent:
                             break
                     chat.report(request.call_id, problem)
                     if problem and request.call_id is None:
-                        break  # the rest was meant for another screen
+                        break  # later actions assume that this one succeeded
                 errors = errors + 1 if wrong else 0
                 if errors >= self.max_format_errors:
                     return AgentResult(exit_code=1, error=f"{errors} answers in a row had no valid action")
@@ -211,7 +212,7 @@ TOOL = {
 
 
 class ActionRequest(NamedTuple):
-    """One requested action, translated to actions of ``screen``, or an error about it."""
+    """One requested action, translated into actions of ``screen``, or the reason why it is invalid."""
 
     actions: Sequence[Mapping[str, Any]]
     problem: str = ""
@@ -223,12 +224,11 @@ class ActionRequest(NamedTuple):
 
 
 def requests_of(message: Mapping[str, Any], web: Sequence[str] = ()) -> list[ActionRequest]:
-    """Returns the actions of an answer: those of its tool calls, else those of its text. The list has at least one
-    element.
+    """Returns the actions that an answer requests, at least one. Reads them from its tool calls, or else from its text.
 
     Args:
-        web: Names of BrowserGym's actions, if these are used. A text then ends with one or several calls. Otherwise its
-            last JSON object is the action.
+        web: Names of BrowserGym's actions, if these are used. The text then ends with one or several calls. Otherwise
+            the last JSON object in the text is the action.
     """
     requests = []
     for call in message.get("tool_calls") or ():
@@ -281,8 +281,8 @@ def _short(actions: Sequence[Mapping[str, Any]], call_id: str | None) -> ActionR
 
 
 def _block(text: str) -> str:
-    """Returns the part of an answer with BrowserGym's actions: the last one between tags, else the last fenced block,
-    else the last line."""
+    """Returns the part of an answer that contains BrowserGym actions: the last text between ``<action>`` tags, or else
+    the last fenced block, or else the last line."""
     for start, end in (("<action>", "</action>"), ("```", "```")):
         last = text.rfind(end)
         first = text.rfind(start, 0, max(last, 0))
@@ -292,7 +292,7 @@ def _block(text: str) -> str:
 
 
 def _last_object(text: str) -> Any:
-    """Returns the last JSON object of a text that has a key ``action``, or ``None``."""
+    """Returns the last JSON object in a text that has the key ``action``, or ``None``."""
     found, position, failures = None, text.find("{"), 0
     decoder = json.JSONDecoder()
     while position >= 0 and failures < 1000:
@@ -310,7 +310,7 @@ def _last_object(text: str) -> Any:
 
 
 class ScreenChat:
-    """The messages of a rollout, of which at most ``history`` show a screen. 0 means no limit."""
+    """The conversation of a rollout. At most ``history`` of its messages show a screen. 0 means no limit."""
 
     def __init__(self, system: str, instruction: str, history: int) -> None:
         self.messages: list[dict[str, Any]] = [
@@ -319,7 +319,7 @@ class ScreenChat:
         ]
         self._history = history
         self._shown: list[tuple[dict[str, Any], str]] = []
-        """The messages that show a screen, each with the text before it."""
+        """Messages that show a screen, each with the text that precedes its observation."""
 
     def report(self, call_id: str | None, problem: str) -> None:
         """Appends the result of an action."""
@@ -359,10 +359,10 @@ def _content(parts: Sequence[Mapping[str, Any]]) -> str | list[Mapping[str, Any]
 
 
 class Screen:
-    """The display of a sandbox, through its program ``screen``.
+    """Controls the display of a sandbox through the program ``screen``.
 
     Args:
-        scale: Size of screenshots as ``WIDTHxHEIGHT``, or an empty string for the screen's.
+        scale: Size of screenshots as ``WIDTHxHEIGHT``, or an empty string for the screen's size.
         observe: Contents of an observation: ``screenshot``, ``tree`` or ``both``.
         ids: If true, the tree shows ids of elements instead of coordinates.
     """
@@ -377,7 +377,7 @@ class Screen:
         """Reason why the last observation failed."""
 
     async def start(self, size: str) -> str:
-        """Starts the display, unless it runs. The task's variables decide what it shows.
+        """Starts the display if it is not running. The task's environment variables determine what it shows.
 
         Args:
             size: ``WIDTHxHEIGHT``, or an empty string for the program's default.
@@ -407,10 +407,10 @@ class Screen:
         return problem
 
     async def look(self) -> list[dict[str, Any]]:
-        """Returns the parts of a message that show the screen.
+        """Returns an observation of the screen, as content parts of a message.
 
         Raises:
-            SetupError: The display twice in a row gave no picture or no tree.
+            SetupError: The display twice in a row provided no picture or no tree.
         """
         parts: list[dict[str, Any]] = []
         if self._pictures:
@@ -457,7 +457,7 @@ class Screen:
 
 
 def _failure(done: ExecResult) -> str:
-    """Returns why a command of ``screen`` failed, or an empty string."""
+    """Returns the reason why a ``screen`` command failed, or an empty string if it succeeded."""
     if done.timed_out:
         return f"no answer within {done.duration_s:.0f} s"
     try:
@@ -473,7 +473,7 @@ def _failure(done: ExecResult) -> str:
 
 
 def _is_png(data: bytes) -> bool:
-    """Returns whether data starts as a PNG of a size that a screen can have."""
+    """Returns whether ``data`` begins with the header of a PNG, with a size that a screen can have."""
     if len(data) < _PNG.size:
         return False
     signature, length, name, width, height = _PNG.unpack_from(data)

@@ -1,7 +1,7 @@
 """Runs mini-swe-agent's ``DefaultAgent`` in text mode (no tools, no litellm) on this package's sandbox and gateway.
 
 Prompts come from the installed package's ``config/mini_textbased.yaml``, or from a similar file. The agent is
-synchronous, so it runs in a thread while the event loop owns its sandbox and model. Cancelling a rollout kills the
+synchronous, so it runs in a thread. Its sandbox and model are used in the event loop. Cancelling a rollout kills the
 agent's process, and with it the thread.
 
 A response in the wrong format stays in the conversation, followed by the error message. mini-swe-agent's own model
@@ -190,7 +190,7 @@ class _Environment:
     ) -> None:
         self._sandbox, self._loop, self._system = sandbox, loop, system
         self._env = {str(k): str(v) for k, v in (config.get("env") or {}).items()}
-        # Images that put their repository's environment into BASH_ENV need bash, which /bin/sh may not be.
+        # Some images activate their environment through BASH_ENV, which only bash reads. /bin/sh may be another shell.
         default = ("bash", "-c") if {"BASH_ENV"} & (self._env.keys() | task.env.keys()) else ()
         self._interpreter = [str(word) for word in config.get("interpreter") or default]
         self._cwd = task.workdir
@@ -306,7 +306,7 @@ def _load_config(path: str | None) -> dict[str, Any]:
     if not isinstance(config, dict) or not {"agent", "model"} <= set(config):
         raise MegaflowError(f"{file}: expected the sections agent and model of mini-swe-agent's text form")
     model = config["model"] if isinstance(config["model"], dict) else {}
-    if "action_regex" not in model and MARK not in json.dumps(config, default=str):  # a comment is no setting
+    if "action_regex" not in model and MARK not in json.dumps(config, default=str):  # a comment does not count
         raise ConfigError(
             f"agent mini-swe-agent: config {file}: has neither model.action_regex nor {MARK} in its prompts; expected "
             "a text-based configuration of mini-swe-agent (such as mini_textbased.yaml), because this agent offers the "

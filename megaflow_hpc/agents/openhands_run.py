@@ -1,8 +1,8 @@
 """Runs OpenHands' default agent on the task given on standard input, in the sandbox's current directory.
 
-``launchers/agents.sh openhands`` copies this file into the toolbox, next to OpenHands' SDK and a Python for it. The
-model is read from ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL``. The exit code is 1 if the conversation
-ended in an error.
+``launchers/agents.sh openhands`` copies this file into the toolbox, next to OpenHands' SDK and its Python interpreter.
+The model is read from ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL``. The exit code is 1 if the
+conversation ended in an error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import sys
 
 
 def main() -> int:
-    """Runs the agent and returns the exit status."""
     from openhands.sdk import LLM, Conversation
     from openhands.tools.preset.default import get_default_agent
     from pydantic import SecretStr

@@ -1,11 +1,11 @@
 """Pool of reusable processes for agents of rollouts without a sandbox. Each process runs several agents at once.
 
-An agent that awaits its model shares its process with others. An agent that blocks while it waits, such as a client
-without asyncio, has its process to itself: a process gets another job only once it responds, and the pool grows while
-jobs wait and processes are blocked.
+An agent that awaits its model shares its process with other agents. An agent that blocks while waiting, for example in
+a synchronous client, has a process to itself: a process receives another job only once it responds, and the pool grows
+while jobs are waiting and processes are blocked.
 
-If a process ends, each of its unfinished rollouts runs again in a process of its own, and only fails if that process
-ends too. So a bug in one rollout does not fail the others.
+If a process ends, each of its unfinished rollouts runs again in its own process, and fails only if that process ends
+too. Thus a bug in one rollout does not make the others fail.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megaflow_hpc.types import AgentResult
 MAX_AGENTS = 256
 """Maximum number of agents that share a process."""
 MAX_JOBS = 2000
-"""Replace a process after this many jobs, because their code may leak."""
+"""Replace a process after this many jobs, because agents may leak memory."""
 MAX_CORES = 8
 """Maximum number of non-blocked processes, regardless of the number of cores."""
 GROW_S = 0.05
@@ -43,11 +43,11 @@ class AgentPool:
         self._forking: set[asyncio.Task[None]] = set()
         self._waiting: deque[asyncio.Future[AgentProcess]] = deque()
         self._unanswered: dict[AgentProcess, int] = {}
-        """Processes that had not responded at the latest :meth:`_look` → their number of jobs then."""
+        """Maps each process that had not responded at the latest :meth:`_look` to its number of jobs at that time."""
         self._checked: dict[AgentProcess, tuple[int, frozenset[int], float]] = {}
-        """Process → its number of jobs, its cancelled jobs, and its CPU seconds at the latest :meth:`_check`."""
+        """State of each process at the latest :meth:`_check`: number of jobs, cancelled jobs, and CPU seconds."""
         self._blocking: set[str] = set()
-        """Agents that blocked a process while others shared it. They now get processes of their own."""
+        """Agents that blocked a process while others shared it. They now run in their own processes."""
         self._looking: asyncio.TimerHandle | None = None
         self._checking: asyncio.TimerHandle | None = None
 
@@ -69,7 +69,8 @@ class AgentPool:
         return await process.run(job)
 
     async def run_alone(self, job: AgentJob) -> AgentResult:
-        """Runs one agent in a process of its own, with the limits of shared ones. Raises the errors of :meth:`run`."""
+        """Runs one agent in its own process, with the resource limits of a shared process. Raises the same errors as
+        :meth:`run`."""
         return await self._zygote.run(job, limited=True)
 
     def close(self) -> None:
@@ -101,7 +102,7 @@ class AgentPool:
             return await place
         except asyncio.CancelledError:
             if place.done() and not place.cancelled() and place.exception() is None:
-                place.result().send({"ping": True})  # it was reserved for this job
+                place.result().send({"ping": True})  # makes the process ready for another job
             raise
 
     # --- processes ---
@@ -124,7 +125,7 @@ class AgentPool:
         self._processes.append(process)
 
     def _changed(self, process: AgentProcess) -> None:
-        """Gives a process its next job. Forgets it if it ended, and ends it if it has run :data:`MAX_JOBS` jobs."""
+        """Gives a process its next job. Removes the process if it has ended or has run :data:`MAX_JOBS` jobs."""
         if process.lost or (process.taken >= MAX_JOBS and not process.running):
             self._remove(process)
         if process in self._processes and process.ready and _may_take(process):
@@ -144,11 +145,11 @@ class AgentPool:
     def _look_soon(self) -> None:
         if self._looking is None:
             loop = asyncio.get_running_loop()
-            # One step later, so that responses that arrived while the loop was busy are handled first.
+            # Runs one step later, so that responses that arrived while the loop was busy are handled first.
             self._looking = loop.call_later(GROW_S, loop.call_soon, self._look)
 
     def _look(self) -> None:
-        """Forks processes if jobs wait and agents block the existing ones."""
+        """Forks processes if jobs are waiting while agents block the existing processes."""
         self._looking = None
         if not self._waiting:
             self._unanswered.clear()

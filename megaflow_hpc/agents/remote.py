@@ -1,4 +1,4 @@
-"""Both ends of a Python agent in its own process: ``Zygote`` in the runner, ``RemoteSandbox`` in the agent's process.
+"""Runs Python agents in their own processes: ``Zygote`` is the runner's side, ``RemoteSandbox`` is the agent's side.
 
 The agent's process forwards each sandbox operation to the runner over a socket. It calls its model directly at the
 gateway's address. Each frame on the socket holds one map. Errors are sent by class name.
@@ -30,7 +30,7 @@ from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, 
 IN_RUNNER = frozenset({"oracle", "nop", "replay", "command", *PRESETS})
 """Built-in agents that run in the runner's event loop, because they mostly wait."""
 ASK_S = 20.0
-"""Interval in seconds at which a process that runs a single agent is asked to respond."""
+"""Interval in seconds between pings of a process that runs a single agent."""
 _OPERATIONS = frozenset({"exec", "upload", "download", "kill_processes"})
 
 
@@ -143,7 +143,7 @@ class AgentJob:
     agent: AgentSpec
     task: Task
     sandbox: Sandbox
-    """Executes the agent's operations, in the runner."""
+    """The runner's sandbox, which executes the agent's operations."""
     model: ModelEndpoint | None = None
     state: Mapping[str, Any] | None = None
     """State of a suspended rollout from which to resume."""
@@ -179,7 +179,7 @@ class AgentProcess:
         self._jobs: dict[int, AgentJob] = {}
         self._work: set[asyncio.Task[None]] = set()
         self.taken = 0
-        """Number of jobs so far."""
+        """Number of jobs started so far."""
         self.ready = False
         """True if the process has responded since it was sent its latest job, so that no agent blocks it."""
         self.pid = 0
@@ -189,7 +189,7 @@ class AgentProcess:
         self.changed: Callable[[AgentProcess], None] = lambda _: None
         """Called when the process becomes ready, completes a job, or ends."""
         self._listening = asyncio.create_task(self._listen(reader))
-        # A program that an agent left behind may hold the connection open.
+        # Close the connection, because a program that an agent left behind may hold it open.
         ended.add_done_callback(lambda _: ended.get_loop().call_later(DRAIN_S, writer.close))
 
     @property
@@ -241,7 +241,7 @@ class AgentProcess:
                 self.send({"ping": True})
 
     def kill(self) -> None:
-        """Kills the process and what its agents started."""
+        """Kills the process and all programs that its agents started."""
         self.lost = True
         if not self._ended.done():
             with contextlib.suppress(OSError):
@@ -252,7 +252,7 @@ class AgentProcess:
         self._writer.close()
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        """Handles what the process sends until it ends. Then fails the jobs that it has not completed."""
+        """Handles messages from the process until it ends, then fails its unfinished jobs."""
         while (message := await read_message(reader)) is not None:
             if "ready" in message:
                 self.ready, self.pid = True, message["ready"]
@@ -281,7 +281,7 @@ class AgentProcess:
 
 
 def _complete(job: AgentJob, message: dict[str, Any]) -> None:
-    """Sets the result of a job from the last message about it, unless the job was cancelled meanwhile."""
+    """Sets the result of a job from its last message, unless the job was cancelled in the meantime."""
     if job.result.done():
         return
     try:
@@ -311,7 +311,7 @@ class Zygote:
         self._count = 0
 
     async def run(self, job: AgentJob, limited: bool = False) -> AgentResult:
-        """Runs one agent to completion in a process of its own. Cancelling the call kills that process.
+        """Runs one agent to completion in its own process. Cancelling the call kills that process.
 
         Raises:
             MegaflowError: The agent raised this error.
@@ -437,13 +437,13 @@ def _describe_exit(status: int) -> str:
 
 
 MAX_SHOWN_BYTES = 64 * 1024
-"""Maximum bytes of output to print per agent. In a shared process, each new agent resets the count. Further output is
-read and discarded, so that the agents do not block.
+"""Maximum number of bytes of output to print per agent. In a shared process, each new agent resets the count. Further
+output is read and discarded, so that the agents do not block.
 """
 MAX_LINE_BYTES = 4096
 """Maximum length of a line in bytes. Longer lines are split."""
 DRAIN_S = 5.0
-"""Seconds after an agent's end during which its remaining processes may still print."""
+"""Seconds for which programs that an ended agent left behind may still print."""
 
 
 class Prints(asyncio.Protocol):

@@ -32,8 +32,8 @@ class WriterChecker:
     """``writer`` answers, ``checker`` judges the answer, and ``writer`` corrects it until ``checker`` accepts it.
 
     Args:
-        rounds: maximum number of answers by ``writer``.
-        max_tokens: maximum number of tokens per answer; ``None`` means no limit.
+        rounds: Maximum number of answers by ``writer``.
+        max_tokens: Maximum number of tokens per answer. ``None`` means no limit.
     """
 
     def __init__(self, rounds: int = 2, max_tokens: int | None = None) -> None:
@@ -58,7 +58,7 @@ class PlannerExecutor:
     """``planner`` writes a plan, and ``executor`` runs shell commands until it answers without a command.
 
     Args:
-        max_turns: maximum number of answers by ``executor``; ``None`` means 30.
+        max_turns: Maximum number of answers by ``executor``. ``None`` means 30.
     """
 
     def __init__(self, max_turns: int | None = None) -> None:
@@ -88,7 +88,7 @@ class Debate:
     """``pro`` and ``contra`` take turns arguing, and ``judge`` decides.
 
     Args:
-        rounds: number of arguments per side.
+        rounds: Number of arguments per side.
     """
 
     def __init__(self, rounds: int = 2) -> None:
@@ -118,7 +118,7 @@ class SelfPlay:
     who wins.
 
     Args:
-        rounds: number of answers per role.
+        rounds: Number of answers per role.
     """
 
     def __init__(self, rounds: int = 4) -> None:
@@ -142,7 +142,7 @@ class Recursive:
     The parts are solved concurrently. The record links each part to the call that divided the question.
 
     Args:
-        depth: maximum depth of nested divisions.
+        depth: Maximum depth of nested divisions.
     """
 
     def __init__(self, depth: int = 2) -> None:

@@ -1,8 +1,8 @@
 """Runs Harbor's agent Terminus 2 on the task given on standard input, in the sandbox's current directory.
 
-``launchers/agents.sh terminus-2`` copies this file into the toolbox, next to Harbor, a Python for it, and a tmux for
-images that have none. The model is read from ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL``. Arguments
-are options of the agent, such as ``parser_name=xml``.
+``launchers/agents.sh terminus-2`` copies this file into the toolbox, next to Harbor, its Python interpreter, and a tmux
+for images that have none. The model is read from ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL``.
+Arguments are options of the agent, such as ``parser_name=xml``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 
 class Here:
-    """This sandbox as the environment of Harbor's agent, as far as the agent uses one."""
+    """The part of Harbor's environment interface that the agent uses. Commands run in this sandbox."""
 
     default_user = None
 
     async def exec(self, command: str, timeout_sec: float | None = None, **_: Any) -> Any:
-        """Runs a shell command and returns Harbor's result of it."""
+        """Runs a shell command, and returns Harbor's ``ExecResult``."""
         from harbor.environments.base import ExecResult
 
         words = ["bash", "-c", command] if timeout_sec is None else ["timeout", str(timeout_sec), "bash", "-c", command]
@@ -39,7 +39,7 @@ async def main() -> None:
     from harbor.models.agent.context import AgentContext
 
     os.environ["PATH"] += f"{os.pathsep}{Path(__file__).parent}/python/usr/bin"
-    logs = Path("/logs/agent")  # the agent's own, in every environment
+    logs = Path("/logs/agent")  # Harbor's directory for an agent's logs
     logs.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = dict(word.split("=", 1) for word in sys.argv[1:])
     agent = Terminus2(

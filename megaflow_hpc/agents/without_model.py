@@ -46,7 +46,6 @@ class NopAgent:
     """Does nothing, so the verifier scores the unmodified task."""
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
-        """Returns immediately."""
         return AgentResult()
 
 

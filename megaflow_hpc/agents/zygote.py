@@ -1,17 +1,17 @@
 """The process from which Python agents are forked after their modules have been imported.
 
 ``python -m megaflow_hpc.agents.zygote FD KEPT BESIDE [NAME…]`` imports the named agents once, also from the directories
-KEPT and BESIDE (:mod:`~megaflow_hpc.agents.code`). Each packet on its control socket passes a socket for one process.
-The zygote forks the process, which shares the memory of the imported modules. It runs one agent, so that an agent that
-blocks, leaks or crashes harms only its own rollout, or several agents without a sandbox
+KEPT and BESIDE (:mod:`~megaflow_hpc.agents.code`). Each packet on its control socket passes a socket for a new process.
+The zygote forks that process, which shares the memory of the imported modules. A process usually runs one agent, so
+that an agent that blocks, leaks or crashes harms only its own rollout. Agents without a sandbox may share a process
 (:mod:`~megaflow_hpc.agents.pool`). End-of-file on the control socket ends the zygote and all its agents.
 
 Packets are JSON. The runner sends ``{"run": N, "limited": BOOL}`` with the descriptors, and ``{"kill": N}``. The zygote
 replies ``{"ended": N, "status": S}`` with the wait status. Only the zygote signals its children, so a recycled pid is
 never signalled.
 
-A process reads jobs, ``{"cancel": JOB}``, ``{"ping": …}`` and responses of sandboxes from its socket. At its start and
-after each of the first three it sends ``{"ready": PID}``, as soon as no agent blocks its event loop.
+A process reads jobs, ``{"cancel": JOB}``, ``{"ping": …}`` and responses of sandboxes from its socket. It sends
+``{"ready": PID}`` at its start and after each job, cancellation or ping, as soon as no agent blocks its event loop.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ from megaflow_hpc.host.child import die_with_parent
 from megaflow_hpc.types import ModelEndpoint, Task
 
 MAX_MEMORY_BYTES = 8 * 2**30
-"""Limit on the private writable memory of a limited process."""
+"""Limit on the private writable memory of a limited process, in bytes."""
 MAX_CPU_S = 900
-"""Limit on the CPU seconds that a limited process uses while it does not respond to the runner."""
+"""CPU seconds that a limited process may use without responding to the runner."""
 
 MAX_LINE_CHARS = 4096
-"""Maximum length of an unfinished line of a shared process. A longer one is printed at once, as a line of its own."""
+"""Maximum length of an unfinished line in a shared process. A longer line is printed immediately, as a separate
+line."""
 
 _label: ContextVar[str] = ContextVar("label", default="")
 """Label of the current rollout. Empty if it is alone in its process."""
@@ -62,7 +63,7 @@ def preload(names: list[str]) -> None:
 
 
 def serve(control: socket.socket) -> None:
-    """Serves packets from the control socket and forks an agent for each run, until the runner closes it."""
+    """Handles packets from the control socket, forking a process for each run, until the runner closes the socket."""
     children: dict[int, int] = {}
     wake, woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
@@ -103,7 +104,7 @@ def serve(control: socket.socket) -> None:
             selector.close()
             control.close()
             os._exit(_child(descriptor, printed, parent, message["limited"]))
-        with contextlib.suppress(OSError):  # the child does so too, and may have ended
+        with contextlib.suppress(OSError):  # the child also does this, and may have ended already
             os.setpgid(pid, pid)
         os.close(descriptor)
         os.close(printed)
@@ -141,7 +142,7 @@ def _child(descriptor: int, printed: int, parent: int, limited: bool) -> int:
         if limited:
             _limit(MAX_MEMORY_BYTES)
             _extend_cpu_limit()
-        # Not asyncio.run, which would cancel the other agents if one calls sys.exit, and so end them with an error.
+        # Do not use asyncio.run. If one agent calls sys.exit, it would cancel the other agents, which would then fail.
         asyncio.Runner().run(_serve_jobs(socket.socket(fileno=descriptor), limited))
     except SystemExit as left:  # the agent called sys.exit
         if left.code is None or isinstance(left.code, int):
@@ -193,7 +194,7 @@ def _print_to(descriptor: int) -> None:
 
 
 async def _serve_jobs(connection: socket.socket, limited: bool) -> None:
-    """Runs the agents that the runner names, until it closes the connection."""
+    """Runs the agents that the runner requests, until the runner closes the connection."""
     connection.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 20)
     jobs: dict[int, tuple[asyncio.Task[None], RemoteSandbox]] = {}
@@ -209,7 +210,7 @@ async def _serve_jobs(connection: socket.socket, limited: bool) -> None:
         if "agent" in message:
             sandbox = RemoteSandbox(writer, message["job"])
             jobs[message["job"]] = asyncio.create_task(work(message, sandbox)), sandbox
-            await asyncio.sleep(0)  # the agent starts, and may block
+            await asyncio.sleep(0)  # let the agent start, because it may block
         elif "id" in message:
             if message["job"] in jobs:
                 jobs[message["job"]][1].deliver(message)
@@ -219,7 +220,7 @@ async def _serve_jobs(connection: socket.socket, limited: bool) -> None:
         if limited:
             _extend_cpu_limit()
         writer.write(frame({"ready": os.getpid()}))
-    os._exit(1)  # the runner is gone, or needs this process no longer
+    os._exit(1)  # the runner is gone, or no longer needs this process
 
 
 async def _run(job: dict[str, Any], sandbox: RemoteSandbox, writer: asyncio.StreamWriter) -> None:
@@ -241,7 +242,7 @@ async def _run(job: dict[str, Any], sandbox: RemoteSandbox, writer: asyncio.Stre
     except Exception as error:  # user code may raise anything
         if isinstance(error, MemoryError) and job["label"]:
             traceback.print_exc()
-            os._exit(1)  # perhaps another agent here holds the memory
+            os._exit(1)  # another agent in this process may hold the memory
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{last.filename}:{last.lineno} in {last.name}"
         message = {"error": "UserCodeError", "text": f"agent {job['agent']['name']}: {error!r} at {where}"}
@@ -269,7 +270,7 @@ def _extend_cpu_limit() -> None:
 def main() -> None:
     """Runs the zygote. The first argument is the descriptor of the control socket."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # signals reach the whole job step, and the runner decides
+        signal.signal(number, signal.SIG_IGN)  # signals reach the whole job step, and the runner handles them
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     code.look_in(*sys.argv[2:4])
