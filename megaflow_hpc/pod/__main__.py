@@ -1,8 +1,8 @@
 """Entry point of every rank: ``python -m megaflow_hpc.pod RUN``, started by srun, by mpiexec or directly.
 
-Started directly, it runs a pod without MPI that consists of this process and its runner. If engines and pod share one
-job, ``MEGAFLOW_SERVER`` contains the index of the rank's engine server. :mod:`megaflow_hpc.pod.master.assembly` lists
-the environment variables that rank 0 reads.
+If started directly, it runs a pod without MPI that consists of this process and its runner. If engines and pod share
+one job, ``MEGAFLOW_SERVER`` contains the index of the rank's engine server. :mod:`megaflow_hpc.pod.master.assembly`
+lists the environment variables that rank 0 reads.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LEAVE_S = 30
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one rank, then exits the process. The exit status is 0 after an orderly end. Otherwise it is that of the
-    error, or 1."""
+    """Runs one rank, then exits the process. The exit status is 0 after a clean shutdown. After an error, it is the
+    error's exit status, or 1."""
     parser = argparse.ArgumentParser(prog="python -m megaflow_hpc.pod", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", help="run directory, as megaflow-hpc plan printed it")
     run = RunDir(parser.parse_args(argv).run)
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-    # MPI_Finalize would wait for a dead rank, and all durable state is on disk.
+    # Skip MPI_Finalize, which would wait for a dead rank. All durable state is on disk.
     os._exit(status)
 
 
@@ -96,7 +96,8 @@ def _wrong_size(seen: int, started: int) -> MegaflowError:
 def _lead(run: RunDir, comm: Comm) -> str:
     if directory := os.environ.get("MEGAFLOW_POD_DIR"):
         (Path(directory) / WORLD).touch()  # tells the batch script that all ranks are connected
-    # Only rank 0 imports the models of the campaign file. The import would double the start time of other ranks.
+    # Only rank 0 imports the models of the campaign file, because the import would double the start time of other
+    # ranks.
     from megaflow_hpc.pod.master.assembly import lead
 
     return lead(run, comm)

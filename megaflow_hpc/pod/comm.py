@@ -31,7 +31,7 @@ BEAT, STOP = pack({"op": "beat"}), pack({"op": "stop"})
 """Packed messages that are sent as separate parcels, so that a rank can recognize them without unpacking."""
 TAG = 77
 BEAT_S = 5.0
-"""Interval between two heartbeats of a rank, in seconds."""
+"""Interval between heartbeats of a rank, in seconds."""
 FIRST_S, SHORT_S, LONG_S = 5e-5, 1e-3, 0.08
 """Sleep times of an idle rank, in seconds. See :class:`Backoff`."""
 PUSH_BYTES = 1 << 20
@@ -48,7 +48,7 @@ class Comm(Protocol):
 
     @property
     def link(self) -> WireLink | None:
-        """The link for ``select`` to wait on for messages. ``None`` under MPI."""
+        """Link for ``select`` to wait on until a message arrives. ``None`` under MPI."""
 
     def send(self, rank: int, message: Message | bytes) -> None:
         """Queues a message, packed or unpacked. It is sent with the next push at the latest."""
@@ -137,15 +137,15 @@ class MpiComm:
         self.size: int = self._world.Get_size()
         self._status = MPI.Status()
         self.lost: dict[int, str] = {}
-        """Lost rank → MPI's error message."""
+        """Maps each lost rank to MPI's error message."""
         self._unreported: list[int] = []
         """Lost ranks that :meth:`poll_parcel` has not returned yet."""
         self._queued: dict[int, list[bytes]] = {}
-        """Rank → messages queued for its next parcel."""
+        """Maps each rank to the messages queued for its next parcel."""
         self._outgoing: list[tuple[Any, bytes, int]] = []
         """Parcels being sent, as (request, data, receiver)."""
         self._arriving: dict[int, deque[tuple[Any, bytearray]]] = {}
-        """Rank → its partially received parcels, in sending order."""
+        """Maps each rank to its partially received parcels, in sending order."""
         self._incoming: deque[tuple[int, Message]] = deque()
         self._pack = packer()
         self._reported_error = False
@@ -213,7 +213,7 @@ class MpiComm:
         return self._arrived() if self._arriving else None
 
     def _arrived(self) -> tuple[int, bytearray] | None:
-        """Returns the next complete parcel among those that needed more than one poll."""
+        """Returns the next complete parcel among those that were incomplete when first polled."""
         for source, parcels in self._arriving.items():
             try:
                 if not parcels[0][0].Test():

@@ -17,7 +17,7 @@ from megaflow_hpc.rundir.events import RolloutEvent, rounded, shown
 from megaflow_hpc.trajectory import Attempt, Trajectory
 
 COST_FILE = "cost.json"
-"""Artifact with the calls of judges and of models with a price, by model."""
+"""Artifact with the usage of judges and metered models, by model."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Outcome:
     memory_peak_mb: float | None = None
     disk_peak_mb: float | None = None
     models: Used = field(default_factory=dict)
-    """Judges and models with a price → their calls."""
+    """Maps judges and metered models to their usage."""
 
     @classmethod
     def of(

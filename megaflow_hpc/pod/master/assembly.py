@@ -43,9 +43,9 @@ SWITCH_S = 5e-4
 """Python's thread switch interval in rank 0, in seconds. Shorter than the default, because the loop must respond
 quickly."""
 PACK_AFTER_S, PACK_SPREAD_S = TIMES.lease_s, 600
-"""A start packs the journals of earlier starts after ``PACK_AFTER_S`` seconds. Pods spread their packing over a further
-``PACK_SPREAD_S`` seconds. By then, earlier starts commit nothing more. Cached listings are at most a minute old, so all
-readers have seen any earlier packs."""
+"""Each start of a pod packs the journals of the pod's earlier starts after ``PACK_AFTER_S`` seconds. By then, earlier
+starts can commit nothing more. Readers have also seen any earlier packs, because cached listings are at most a minute
+old. Pods spread their packing over a further ``PACK_SPREAD_S`` seconds."""
 GC_THRESHOLD = 50_000
 """Python's garbage collector runs after this many allocations. The threshold is high because each collection causes a
 pause, and rank 0 creates no reference cycles."""

@@ -1,4 +1,4 @@
-"""The blocks that this pod holds, with those of their rollouts that are not stored yet.
+"""The blocks that this pod holds, and their rollouts that are not stored yet.
 
 Only the I/O thread uses this module (:mod:`~megaflow_hpc.pod.master.run_io`).
 """
@@ -19,7 +19,7 @@ from megaflow_hpc.trajectories.journal.winners import StoredBlock, StoredRollout
 from megaflow_hpc.types import Rollout
 
 SMALL = 16
-"""Blocks are read in advance only if they contain at most this many rollouts. A larger block fills the queue without
+"""Blocks are read in advance only if they contain at most this many rollouts. Larger blocks fill the queue without
 lookahead."""
 SPREAD = 64
 """Number of free blocks from which a pod picks. It limits how far pods deviate from the claim order."""
@@ -33,9 +33,9 @@ class ClaimedBlock:
     rollouts: tuple[Rollout, ...]
     """Rollouts of the block that are not stored."""
     histories: dict[str, History]
-    """Rollout id → its history in earlier pods. The receiver may modify the mapping."""
+    """Maps rollout ids to their histories in earlier pods. The receiver may modify the mapping."""
     tasks: dict[str, PlannedTask]
-    """Task id → task, for the rollouts to run. The receiver may modify the mapping."""
+    """Maps task ids to tasks, for the rollouts to run. The receiver may modify the mapping."""
     upcoming: tuple[PlannedTask, ...]
     """Tasks of the blocks that this pod plans to claim next."""
 
@@ -150,9 +150,9 @@ class BlockLookahead:
     """Reads free blocks before the pod claims them, so that their images can be staged in time.
 
     While blocks are large, a pod's queue shows which images are needed next. The last blocks of a campaign contain one
-    rollout or group each, and a pod claims them only when a slot is free. So each pod picks a few of these blocks,
-    stages their images, and claims these blocks first. Pods start picking at different positions, so they rarely claim
-    a block that another pod has picked.
+    rollout or group each, and a pod claims them only when a slot is free, which is too late to stage their images.
+    Therefore each pod picks a few of these blocks in advance, stages their images and claims them first. Pods start
+    picking at different positions, so they rarely claim a block that another pod has picked.
 
     Args:
         count: Number of blocks to pick at a time.
@@ -161,12 +161,12 @@ class BlockLookahead:
     def __init__(self, run: RunDir, ledger: Ledger, tasks: Mapping[str, PlannedTask], count: int) -> None:
         self._run, self._ledger, self._tasks, self._count = run, ledger, tasks, count
         self._picked: dict[int, dict[str, PlannedTask]] = {}
-        """Picked block → its tasks, by task id."""
+        """Maps each picked block to its tasks, by task id."""
         self.tasks: list[PlannedTask] = []
         """Tasks of the picked blocks, without duplicates."""
 
     def claimed(self, rollouts: int) -> None:
-        """Picks blocks again after the pod claimed a block of ``rollouts`` rollouts.
+        """Updates the picked blocks after the pod has claimed a block with ``rollouts`` rollouts.
 
         Skips blocks that cannot be read now, because raising an error would lose the claim.
         """
@@ -179,7 +179,7 @@ class BlockLookahead:
         self.tasks = list({name: task for tasks in self._picked.values() for name, task in tasks.items()}.values())
 
     def _more(self, free: list[int]) -> list[int]:
-        """Returns further blocks to pick. Each pod starts at a position derived from its name."""
+        """Returns more blocks to pick. Each pod starts at a position derived from its name."""
         near = [block for block in free if block not in self._picked][:SPREAD]
         missing = min(self._count - len(self._picked), len(near))
         if missing <= 0:

@@ -2,8 +2,8 @@
 
 The leader (:data:`~megaflow_hpc.ledger.leader.COORDINATOR`) surveys the ledger, lists the engines and sums up the
 campaign's usage. It also removes files that are no longer needed. It publishes its report in its lease file, and the
-other pods poll only that file. If there are only a few pods, or no leader, each pod polls the ledger itself. With few
-pods, this is faster.
+other pods poll only that file. If there are only a few pods, each pod polls the ledger itself, because this is faster.
+Pods also do so if there is no leader.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from megaflow_hpc.rundir.live import Asked, LiveFiles
 from megaflow_hpc.rundir.pods.condensing import EndedPods
 
 SOON_S = 2.0
-"""Minimum interval between two updates of a lease, in seconds."""
+"""Minimum interval between updates of a lease, in seconds."""
 SELDOM_S = 10.0
 """Poll interval in seconds if there are only a few pods."""
 LOOKS_PER_S = 33.0
-"""Maximum number of reads of the report per second, over all pods. Also limits their lease renewals."""
+"""Maximum number of times per second that all pods together read the report. Also limits how often they renew their
+leases."""
 CALLS_PER_TURN = 64
-"""Maximum number of a survey's file-system calls before the I/O thread returns to storing results."""
+"""Maximum number of file-system calls of a survey before the I/O thread returns to storing results."""
 
 
 class Role(Enum):
@@ -77,7 +78,6 @@ class Coordination:
         self.report = Report()
         """The latest report, published by this pod or read from the leader."""
         self._survey: Operation[Surveyed] | None = None
-        """The survey in progress, or ``None``."""
         self._pruning: Operation[None] | None = None
         """The pruning in progress, or ``None``. It pauses while a survey runs."""
         self._ended_pods = EndedPods(ledger.run.events, TIMES.lease_s, clock)

@@ -19,8 +19,8 @@ from megaflow_hpc.types import Rollout
 
 SOON_S = 1.0
 SELDOM_S = 10.0
-"""After a claim that finds no block, the next claim waits for a backoff that doubles from ``SOON_S`` to ``SELDOM_S``
-seconds. The backoff is reset when the last rollout of this pod ends. The campaign then usually ends soon, and nodes
+"""A pod that finds no block to claim waits before it tries again. The wait doubles from ``SOON_S`` to ``SELDOM_S``
+seconds. It is reset when the pod's last running rollout ends, because the campaign then usually ends soon, and nodes
 must not idle."""
 AWAITED_S = 0.25
 LOOKS_PER_S = 40

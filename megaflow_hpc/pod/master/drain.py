@@ -22,7 +22,7 @@ SIGNAL_S = 1.0
 PATIENCE_S = 12.0
 """Seconds that agents may wait for a pending model response before they are suspended."""
 HURRIED = ("now", "cancelled")
-"""Reasons in the drain file that mean that Slurm is about to kill the step."""
+"""Words in the drain file which mean that Slurm is about to kill the step."""
 STUCK_S = 120.0
 """The pod ends and is restarted if the run directory fails or hangs for this many seconds."""
 
@@ -60,7 +60,7 @@ class Drain:
         """Reason to drain, normally a key of :data:`WHY_DRAIN`. Empty until the supervisor or Slurm requests a
         drain."""
         self.paused = ""
-        """Reason for pausing the pod, which a restart would not solve. Empty unless the pod pauses."""
+        """Reason for pausing the pod: a problem that a restart would not solve. Empty unless the pod pauses."""
 
     @property
     def active(self) -> bool:
@@ -81,7 +81,7 @@ class Drain:
 
     @property
     def preempted(self) -> bool:
-        """True if Slurm takes the allocation back before the walltime ends."""
+        """True if Slurm reclaims the allocation before the walltime ends."""
         return self.phase in (DrainPhase.PREEMPTED, DrainPhase.HURRYING)
 
     def read_word(self, wait_s: float = 0.0) -> str | None:
@@ -126,7 +126,7 @@ class Drain:
             self._pod.events.write(PodEvent(state="draining", why=why))
         self.phase = phase
         if phase is DrainPhase.PREEMPTED and self._pod.drain_file is not None:
-            self._pod.drain_file.with_name(PREEMPTED).touch()  # this start does not count as one that stored nothing
+            self._pod.drain_file.with_name(PREEMPTED).touch()  # this start does not count as one without progress
         self._ranks.tell({"op": "suspend", "patience_s": PATIENCE_S if phase is DrainPhase.DRAINING else 0.0})
 
 
@@ -155,7 +155,7 @@ class Situation:
     opened: bool
     """True if a consumer may add blocks."""
     awaited: bool
-    """True if the lease of any consumer that may add blocks has not expired."""
+    """True if any consumer that may add blocks has an unexpired lease."""
 
 
 class End(NamedTuple):

@@ -20,7 +20,7 @@ class Engines:
     """Snapshot of the run's engine servers."""
 
     files: Mapping[str, Any] = field(default_factory=dict)
-    """Name of an endpoint file → its content. A server of an engine pool is named ``<policy>@<server>``."""
+    """Maps the name of each endpoint file to its content. A server of an engine pool is named ``<policy>@<server>``."""
     unanswered: frozenset[str] = frozenset()
     """Policies that have no ready engine yet, but may still get one. Their rollouts wait."""
 
@@ -31,7 +31,8 @@ class Engines:
 
     @property
     def essence(self) -> dict[str, tuple[Any, ...]]:
-        """File name → the fields that gateways need. Heartbeats are excluded, so that they do not count as changes."""
+        """Maps file names to the fields that gateways need. Heartbeats are excluded, so that they do not count as
+        changes."""
         keys = ("url", "started_at", "weight_version", "cause", "all_failed")
         return {name: tuple(file.get(key) for key in keys) for name, file in self.files.items()}
 
@@ -45,7 +46,7 @@ class Endpoints:
     """Lists the engine servers of one run.
 
     Args:
-        servers: Policy → number of engine servers that the campaign requests.
+        servers: Maps each policy to the number of engine servers that the campaign requests.
     """
 
     def __init__(self, run: RunDir, servers: Mapping[str, int]) -> None:

@@ -3,8 +3,8 @@
 A pod writes ``RUN/partial/<pod>.<start>.json`` once, before it releases its blocks. For each rollout, the file contains
 the attempts and failure causes so far, the number of interruptions by the end of an allocation, and the checkpoint to
 resume from. If several pods wrote a history of the same rollout, the longest one wins. A pod that takes over a block
-reads the files of its earlier holders. The coordinator removes a file once all blocks that its pod ever held are done
-(:mod:`megaflow_hpc.ledger.coordinator`).
+reads the files of the block's earlier holders. The coordinator removes a file once all blocks that its pod ever held
+are done (:mod:`megaflow_hpc.ledger.coordinator`).
 
 A killed pod writes no file. Its rollouts restart from the beginning, and their failed attempts are read from the pod's
 events.
@@ -70,10 +70,10 @@ class Histories:
         self._run = run
         self._seen: set[str] = set()
         self._written: dict[str, History] = {}
-        """Rollout id → its longest history in the files read so far."""
+        """Maps rollout ids to the longest history in the files read so far."""
         self._failures = EventReader(run.events, only="attempt", use_summaries=True)
         self._failed: dict[str, dict[int, tuple[str, Attempt]]] = {}
-        """Rollout id → attempt number → (cause, attempt), for failed attempts in killed pods."""
+        """Failed attempts in killed pods: maps rollout ids to attempt numbers, and these to (cause, attempt)."""
 
     def look(self, pods: Iterable[str]) -> None:
         """Reads the histories written by these pod starts (``<pod>.<start>``). Reads each file only once."""
@@ -123,7 +123,7 @@ def write(run: RunDir, pod: str, histories: Mapping[str, History]) -> None:
 
     Args:
         pod: ``<pod>.<start>``.
-        histories: Rollout id → its history.
+        histories: Maps rollout ids to their histories.
     """
     if histories:
         content = {"rollouts": {rollout: asdict(history) for rollout, history in histories.items()}}

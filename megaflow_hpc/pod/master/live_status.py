@@ -1,4 +1,4 @@
-"""Live status of a pod's rollouts: the sampled tokens and their price for its lease, and details for viewers.
+"""Live status of a pod's rollouts: token counts and costs for the pod's lease, and details for viewers.
 
 Every few seconds, each rank reports its rollouts that have received a model response. A rank sends a rollout's
 conversation only on request, while a viewer displays that rollout.
@@ -17,7 +17,7 @@ from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.rundir.live import Asked, LiveStatus, PodLiveStatus, Transcript
 
 SHOW_INTERVAL_S = 3.0
-"""Interval between two updates of the status for viewers, in seconds."""
+"""Interval between updates of the status for viewers, in seconds."""
 WINDOW_S = 30.0
 """Averaging window of the sampling rate, in seconds."""
 
@@ -38,7 +38,7 @@ class LiveStatuses:
         self.tokens = 0
         """Number of tokens that engines have sampled for this pod, including lost ranks."""
         self.usd = 0.0
-        """Price of this pod's model calls in US dollars, including those of lost ranks."""
+        """Cost of this pod's model calls in US dollars, including calls of lost ranks."""
         self._tokens_of_rank: dict[int, int] = {}
         self._usd_of_rank: dict[int, float] = {}
         self._past_tokens: deque[tuple[float, int]] = deque()
@@ -57,7 +57,7 @@ class LiveStatuses:
             self._rollouts[rollout] = _Reported(calls, tokens, waits, now)
 
     def mirror(self, message: Message) -> None:
-        """Stores the last part of a conversation that a rank sent."""
+        """Stores the end of a conversation, as sent by a rank."""
         messages = [(str(role), str(text)) for role, text in message["messages"]]
         self._transcripts[message["id"]] = Transcript(message["calls"], messages, message["left_out"])
 

@@ -45,15 +45,15 @@ from megaflow_hpc.texts import printable
 from megaflow_hpc.trajectories.journal.winners import StoredRollouts
 
 TICK_S = 1.0
-"""Interval between two checks of the drain file and the heartbeats, in seconds."""
+"""Interval between checks of the drain file and the heartbeats, in seconds."""
 LISTING_S = 10.0
-"""Interval between two listings of the engines, in seconds."""
+"""Interval between listings of the engines, in seconds."""
 WAITING_S = 2.0
-"""Interval between two listings of the engines while rollouts wait for an engine, in seconds."""
+"""Interval between listings of the engines while rollouts wait for an engine, in seconds."""
 AHEAD_S = 5.0
-"""Interval between two announcements of upcoming images to the ranks, in seconds."""
+"""Interval between announcements of upcoming images to the ranks, in seconds."""
 AHEAD_BLOCKS = 4
-"""Number of small blocks whose images are staged before this pod claims the blocks. Applies at the end of a
+"""Number of small blocks whose images are staged before the pod claims them. Blocks are small at the end of a
 campaign."""
 EXPECTED_QUANTILE = 0.9
 """A rollout starts only if this quantile of its expected duration fits into the remaining walltime."""
@@ -81,7 +81,7 @@ class Master:
         self._live = LiveStatuses(pod.comm, self.scheduler, self._io)
         self._cores, self._began = cores_of(), time.monotonic()
         self._last: dict[str, float] = {}
-        """Name of a periodic task → monotonic time when it last ran."""
+        """Maps each periodic task to the monotonic time of its last run."""
         self._engines = Engines()
         """The list of engines that the ranks last received."""
         self._announced_images: list[str] = []
@@ -311,7 +311,7 @@ class Master:
             if isinstance(report, Durable):
                 self._count(report.results)
         if self._io.finished:
-            state = "done"  # even after a drain, if all interrupted rollouts have failed for good
+            state = "done"  # even after a drain, if all interrupted rollouts have failed permanently
         pod.events.write(PodEvent(state=state, stored=self._results.stored))
         pod.events.close()
         return state

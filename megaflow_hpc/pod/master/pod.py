@@ -69,7 +69,7 @@ class Pod:
     tasks: Mapping[str, PlannedTask]
     """All tasks of the campaign, by id. Only the I/O thread may use this mapping, because a lookup may read a file."""
     servers: dict[str, int]
-    """Policy → number of engine servers that the campaign requests. Empty if no policy has a model."""
+    """Maps each policy to the number of engine servers that the campaign requests. Empty if no policy has a model."""
     drain_file: Path | None = None
     drain_s: float = 25.0
     """Seconds that running rollouts have left once the pod drains."""
@@ -79,9 +79,9 @@ class Pod:
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     samples: Mapping[str, int] = field(default_factory=dict)
-    """Policy → number of samples per group, without spare samples."""
+    """Maps each policy to its number of samples per group, not counting spare samples."""
     judges: frozenset[str] = frozenset()
-    """Policies that judge rollouts, and services of the campaign. No rollout starts before their servers answer."""
+    """Policies that judge rollouts, and services of the campaign. Rollouts start only once their servers respond."""
     held_out: Collection[str] = ()
     """Ids of the tasks that evaluate training. The group rules do not apply to them."""
     room: tuple[float | None, int | None] = (None, None)

@@ -23,12 +23,12 @@ class Ranks:
         self._began_at = time.monotonic()
         self._beaten_at = -BEAT_S
         self.heard_at: dict[int, float] = {}
-        """Rank → monotonic time of its last message."""
+        """Maps each rank to the monotonic time of its last message."""
         self.awaited = set(range(1, comm.size))
         """Ranks that are not ready yet."""
         self._engines: set[int] = set()
         self.ready: dict[int, str] = {}
-        """Ready worker rank → name of its node."""
+        """Maps each ready worker rank to the name of its node."""
 
     def greet(self, init: Message) -> None:
         """Sends the ``init`` message with the campaign to every awaited rank."""

@@ -1,6 +1,6 @@
-"""Handling of ended attempts. The result of each attempt is stored, retried, or kept for the next pod.
+"""Handling of ended attempts. Each attempt is stored, retried, or kept for the next pod.
 
-The rules about failure causes, groups and bad ranks are defined in other modules. This module applies them.
+This module applies the rules about failure causes, groups and bad ranks, which other modules define.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class Results:
         self.groups = Groups(pod.group_rules())
         self.grouped = not pod.group_rules().idle
         self.histories: dict[str, History] = {}
-        """Rollout id → its history, for rollouts that have been attempted but are not stored yet."""
+        """Maps rollout ids to histories, for rollouts that have been attempted but are not stored yet."""
         self._cut: set[str] = set()
         """Ids of rollouts interrupted by the end of this allocation."""
         self._cancelling: dict[str, str] = {}
-        """Rollout id → reason, for rollouts that are being cancelled."""
+        """Maps rollout ids to reasons, for rollouts that are being cancelled."""
         self.began: dict[str, float] = {}
-        """Rollout id → monotonic time of its latest start."""
+        """Maps rollout ids to the monotonic time of their latest start."""
         self.stored = 0
 
     # --- ended attempts ---
@@ -78,7 +78,7 @@ class Results:
             self.settle(rank, work, self.outcome_without_run(work, "node", f"worker rank {rank} was lost: {why}"))
 
     def refuse(self) -> None:
-        """Fails queued rollouts that are too large for every worker."""
+        """Fails queued rollouts that are too large for any worker."""
         cpus, memory = self._pod.room
         for work in self._scheduler.remove_impossible():
             error = f"the task asks for {work.demand}, a rank has {cpus} cpus and {memory} MB"
@@ -90,7 +90,7 @@ class Results:
         if outcome.status == "cancelled" and why is None:
             # A drain stopped the attempt, or Slurm signalled the step and the worker noticed first. The pod releases
             # the block, and the next pod continues this rollout.
-            if not self._drain.active:  # wait only once, because the loop is blocked meanwhile
+            if not self._drain.active:  # wait only once, because this blocks the loop
                 self._drain.read_word(SIGNAL_S)
             self._cut_short(work, outcome)
             self._drain.obey()

@@ -1,13 +1,14 @@
 """Rank 0's access to the run directory, from a single I/O thread, so that rank 0's loop never waits for a disk.
 
 If the loop waited, slots would stay idle. If the file system hung for a minute, the workers would miss rank 0's
-heartbeats and leave. So only :class:`RunIoThread` uses the ledger, the journal, the claimed blocks, the engines and the
-budget. The loop and the thread share three objects:
+heartbeats and leave. Therefore only :class:`RunIoThread` uses the ledger, the journal, the claimed blocks, the engines
+and the budget. The loop and the thread share three objects:
 
-- :class:`Requests`: the loop collects requests and submits them once per iteration. The receiver owns them.
+- :class:`Requests`: the loop collects requests and submits them once per iteration. From then on, they belong to the
+  thread.
 - reports (:data:`Report`): a queue of completed work. The loop handles each report once.
-- :class:`RunState`: an immutable snapshot. The thread replaces it before it posts a report. So when the loop receives a
-  report, it sees a state that is at least as recent.
+- :class:`RunState`: an immutable snapshot. The thread replaces it before it posts a report. When the loop receives a
+  report, it therefore sees a state that is at least as recent.
 """
 
 from __future__ import annotations
@@ -41,14 +42,15 @@ from megaflow_hpc.rundir.pods.condensing import condense
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
 
 POLL_INTERVAL_S = 0.5
-"""Maximum time between two turns of the thread, in seconds, so that it renews the lease in time."""
+"""Maximum time in seconds between turns of the thread, so that it renews the lease in time."""
 LOOP_HANGS_S = 60.0
 """The loop counts as hung after this many seconds without an iteration. Its longest iterations take a few seconds."""
 RETRY_S = 1.0
 """Seconds to wait after an I/O error in the run directory before retrying."""
 MAX_PENDING_RECORDS = 20_000
 MAX_PENDING_BYTES = 512 << 20
-"""No further rollouts start while this many records, or this many bytes of records, are waiting to be written."""
+"""No further rollouts start while this many records, or records of this many bytes in total, are waiting to be
+written."""
 
 
 # --- shared by the loop and the thread --------------------------------------------------------------------------------
@@ -67,7 +69,7 @@ class PodProgress(NamedTuple):
     tokens_per_s: float = 0.0
     """Average number of sampled tokens per second over the last 30 seconds."""
     usd: float = 0.0
-    """Price of the model calls of this pod's rollouts so far, in US dollars."""
+    """Cost of the model calls of this pod's rollouts so far, in US dollars."""
 
 
 @dataclass
@@ -77,7 +79,7 @@ class Stop:
     release: bool = False
     """True to release unfinished blocks."""
     histories: dict[str, History] = field(default_factory=dict)
-    """Rollout id → its history, for the released rollouts. Later pods read it."""
+    """Maps rollout ids to histories, for the released rollouts. Later pods read them."""
 
 
 @dataclass
@@ -168,7 +170,7 @@ class RunState:
     held: int = 0
     """Number of claimed blocks that are not done."""
     closes_at: float = float("-inf")
-    """Time when this pod's fence closes, on the ledger's clock."""
+    """Time on the ledger's clock at which this pod's fence closes. After that, the pod must not commit."""
     seen: Outlook = field(default_factory=Outlook)
     """Result of this pod's last search for a block to claim."""
     engines: Engines = field(default_factory=Engines)
@@ -220,7 +222,7 @@ class RunIoThread(threading.Thread):
         super().start()
 
     def run(self) -> None:
-        """Takes turns until the loop asks the thread to stop."""
+        """Runs turns until the loop asks the thread to stop."""
         try:
             self._condense_earlier_starts()
             while self.state.phase is not IoPhase.STOPPED:
@@ -425,7 +427,7 @@ class RunIo:
 
         Args:
             release: True to release unfinished blocks.
-            histories: Rollout id → its history, for the released rollouts. Later pods read it.
+            histories: Maps rollout ids to histories, for the released rollouts. Later pods read them.
         """
         self.requests.stop = Stop(release, histories or {})
         self.push()
@@ -462,7 +464,6 @@ class RunIo:
 
     @property
     def state(self) -> RunState:
-        """The thread's latest state."""
         return self._thread.state
 
     @property

@@ -30,7 +30,7 @@ class Judges:
         gateway: The gateway that serves the rollout.
         rollout: Id of the rollout.
         models: Names of the campaign's judges. Empty if the campaign has none.
-        prices: Judge → price of its tokens, for judges that have one.
+        prices: Maps judges to the price of their tokens, for judges that have a price.
         reward_models: The reward models among ``models``.
     """
 
@@ -74,11 +74,12 @@ class Judges:
             self._recordings.append(await self._gateway.close(self._session))
 
     def calls(self) -> list[dict[str, Any]]:
-        """Returns all calls: model, messages, numbers of tokens, and the price in US dollars if there is one."""
+        """Returns all calls, each with its model, messages, token counts, and cost in US dollars if the judge has a
+        price."""
         return [call for recording in self._recordings for call in self._calls(recording)]
 
     def artifacts(self) -> list[Artifact]:
-        """Returns a list with the artifact that contains all calls. Empty if no judge was called."""
+        """Returns a list with the artifact that contains all calls, or an empty list if no judge was called."""
         calls = self.calls()
         if not calls:
             return []
@@ -101,10 +102,10 @@ class Judges:
 
 
 def used(trajectory: Trajectory, judges: Judges, metered: Mapping[str, TokenPrice | None]) -> Used:
-    """Returns the calls to judges, and the rollout's own calls to metered models.
+    """Returns the usage of the judges, and the rollout's own usage of metered models.
 
     Args:
-        metered: Model → price of its tokens, or ``None`` without a price.
+        metered: Maps each metered model to the price of its tokens, or ``None`` if it has no price.
     """
     own = []
     counts = tokens_of_calls(trajectory)
@@ -122,7 +123,7 @@ def use_of(call: Mapping[str, Any]) -> Used:
 
 
 def by_role(trajectory: Trajectory) -> dict[str, list[dict[str, Any]]]:
-    """Returns the conversation of each role's latest call, with its images; empty without a team."""
+    """Returns the conversation of each role's latest call, with its images. Empty if the campaign has no team."""
     parents = linked(trajectory.parents, len(trajectory.messages))
     latest = {turn.role: turn.message for turn in trajectory.turns if turn.role and turn.message >= 0}
     paths = {role: [trajectory.messages[node] for node in path_to(parents, end)] for role, end in latest.items()}
@@ -130,8 +131,8 @@ def by_role(trajectory: Trajectory) -> dict[str, list[dict[str, Any]]]:
 
 
 def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Returns the messages of a rollout's main conversation, which is the conversation of its policy with the most
-    calls. Images are ``data:`` URLs, which judges accept.
+    """Returns the messages of a rollout's main conversation. Among the conversations of its policy, this is the one
+    with the most calls. Images are ``data:`` URLs, which judges accept.
     """
     parents = linked(trajectory.parents, len(trajectory.messages))
     candidates = conversations(trajectory.messages, parents, trajectory.turns)

@@ -111,7 +111,7 @@ class CutShort(Exception):
 
 @dataclass
 class Checkpoint:
-    """State of a rollout between two turns of its agent."""
+    """State of a rollout between turns of its agent."""
 
     trajectory: Trajectory
     """Trajectory of the completed steps."""
@@ -218,7 +218,6 @@ class _HashedFile:
         self.written = 0
 
     def write(self, data: bytes) -> int:
-        """Writes ``data`` and returns its length."""
         self._quota.take(len(data))
         self.written += len(data)
         self._hash.update(data)
@@ -267,7 +266,7 @@ class Preemption:
         failed."""
         self._suspending = self._now = False
         self._resumable: dict[str, ApptainerSandbox] = {}
-        """Id of a running rollout with a resumable agent → its sandbox."""
+        """Maps the id of each running rollout with a resumable agent to its sandbox."""
         self._interrupted: set[str] = set()
         """Ids of rollouts that were running a command in their sandbox when the signal arrived."""
 
@@ -357,7 +356,7 @@ class Preemption:
     def _check_size(self, sandbox: ApptainerSandbox) -> None:
         """Raises SandboxError if the sandbox's files are too large, before they are copied. Ignores unreadable
         files."""
-        command = ["du", "-s", "-B1", "--", os.path.join(sandbox.directory, "layer", "upper")]  # trees of any depth
+        command = ["du", "-s", "-B1", "--", os.path.join(sandbox.directory, "layer", "upper")]  # handles deep trees
         output = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False).stdout.split()
         if output and int(output[0]) > self._max_bytes:
             raise SandboxError(f"its files take more than {self._max_bytes} bytes")

@@ -1,9 +1,10 @@
 """Scores stored rollouts again, without sampling: with their tasks' own verification, or with the user's scorer.
 
-A task's tests need the agent's files. To restore them, a fresh sandbox gets the stored patch and the stored artifacts.
-These are all files that matter if the tests see only the work directory and the artifacts (verification ``fresh``), and
-the work directory is in a checkout. If files are missing, a Python ``score`` may still work without them: it gets a
-sandbox that raises an error on any use. Otherwise the rollout is skipped (:class:`~megaflow_hpc.errors.UnscoredError`).
+A task's tests need the agent's files. They are restored in a fresh sandbox from the stored patch and artifacts. These
+cover all files that matter if the tests see only the work directory and the artifacts (verification ``fresh``), and the
+work directory is in a checkout. If files are missing, a Python ``score`` is called with a sandbox that raises an error
+on any use. If it uses that sandbox, or if the task is not a Python task, the rollout is skipped
+(:class:`~megaflow_hpc.errors.UnscoredError`).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Rescoring:
     """Scores stored rollouts of one campaign.
 
     Args:
-        services: sandboxes, and a gateway at which the campaign's judges answer.
+        services: Provide sandboxes and a gateway to the campaign's judges.
     """
 
     def __init__(self, services: Services) -> None:
@@ -67,8 +68,8 @@ class Rescoring:
 
         Raises:
             UnscoredError: The function raised an error, returned something other than rewards, or used the sandbox.
-            ModelServiceError: a judge is down.
-            ConfigError: the function asks a judge, but the campaign has none.
+            ModelServiceError: A judge is down.
+            ConfigError: The function asks a judge, but the campaign has none.
         """
         judges = self._judges(trajectory)
         if "judge" in scorer.parameters and not judges.models:
@@ -106,10 +107,10 @@ class Rescoring:
         """Scores a rollout with its task's own verification, on the agent's restored files.
 
         Raises:
-            UnscoredError: the record lacks files that the verification needs.
-            SandboxError: this node cannot run the tests.
-            ModelServiceError: a judge is down.
-            ConfigError: the task cannot be verified in this way.
+            UnscoredError: The record lacks files that the verification needs.
+            SandboxError: This node cannot run the tests.
+            ModelServiceError: A judge is down.
+            ConfigError: The task cannot be verified in this way.
         """
         services, sandboxes, judges = self._services, Sandboxes(self._services.provider), self._judges(trajectory)
         stored = {artifact.name: artifact.data for artifact in trajectory.artifacts}
@@ -200,7 +201,7 @@ class WithoutFiles:
         self._sandbox, self._why, self._closed, self._used = sandbox, why, False, False
 
     def close(self) -> None:
-        """Makes every later use an error."""
+        """Makes any later use raise an error."""
         self._closed = True
 
     def check(self) -> None:
@@ -219,7 +220,8 @@ class WithoutFiles:
 
 
 def _lacking(stored: Mapping[str, bytes], context: VerificationContext) -> str:
-    """Returns why the record cannot have all files that the verification sees. Empty if it may have them."""
+    """Returns the reason why the record cannot contain all files that the verification sees, or an empty string if it
+    may."""
     if error := stored.get(PATCH_ERROR):
         return f"its patch is incomplete: {error.decode('utf-8', 'replace')}"
     if not context.fresh:
@@ -230,10 +232,10 @@ def _lacking(stored: Mapping[str, bytes], context: VerificationContext) -> str:
 async def _restore(
     task: Task, sandbox: ApptainerSandbox, stored: Mapping[str, bytes], context: VerificationContext
 ) -> None:
-    """Restores the agent's files in a sandbox that is prepared as for the agent.
+    """Restores the agent's files in a sandbox that has been prepared as for the agent.
 
     Raises:
-        UnscoredError: the record lacks some of them.
+        UnscoredError: The record lacks some of the files.
     """
     only_artifacts = await format_of(task).put_back(task, sandbox, stored)
     if only_artifacts:

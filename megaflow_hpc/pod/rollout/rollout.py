@@ -148,7 +148,8 @@ class AgentRun:
             await asyncio.sleep(SETTLE_S)
 
     async def _run_agent(self, task: Task, resumed: Checkpoint | None) -> tuple[AgentResult, Recording]:
-        """Runs the agent. Without a sandbox, it runs again if its process ended, which other agents may have caused."""
+        """Runs the agent. An agent without a sandbox is run again if its shared process ended, because another agent
+        may have caused that."""
         if not task.image and forked(self._agent.name):
             with suppress(ProcessLostError):
                 return await self._run_agent_once(task, resumed, shared=True)
@@ -168,8 +169,8 @@ class AgentRun:
             CutShort: The allocation ends, and the gateway refused a model call of the agent.
             ModelServiceError: The model service was down.
             NoProgramError: The agent's program in the sandbox could not be started.
-            UserCodeError, ConfigError, SetupError: The agent's code, or what it needs of the sandbox, failed before the
-                model's first response.
+            UserCodeError, ConfigError, SetupError: The agent's code, or a step in the sandbox that it needs, failed
+                before the model's first response.
             LostError: The sandbox was lost in the first attempt. In later attempts, the loss counts as the agent's
                 failure.
             ProcessLostError: The process that the agent shared with others ended.
@@ -182,7 +183,7 @@ class AgentRun:
         remaining_s = max(0.0, timeout_s - (resumed.agent_s if resumed else 0.0))
         recording = Recording()
         raised: MegaflowError | None = None
-        # The state of a task that is Python code cannot be saved, nor can that of services.
+        # The state of Python tasks and of services cannot be saved.
         resumable = endpoint is not None and hasattr(agent, "resume") and task.kind != "python" and not task.services
         watching = services.preemption.watching(rollout.id, self._sandbox) if resumable else nullcontext()
         try:
@@ -234,8 +235,8 @@ class AgentRun:
         return result, recording
 
     async def _open_model(self, task: Task, agent: Agent, recorded: Mapping[str, Any] | None) -> ModelEndpoint:
-        """Opens a URL for the rollout's model calls. If the agent runs in a sandbox without a network, the URL is
-        inside the sandbox."""
+        """Opens a URL for the rollout's model calls. If the agent runs in a sandbox that can reach only the gateway,
+        the gateway listens inside that sandbox."""
         gateway, rollout, trajectory = self._services.gateway, self._rollout, self._trajectory
         network = self._services.config.environment.network_of(task)
         limits = self._agent
@@ -279,8 +280,8 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
 def _add_rewards(trajectory: Trajectory, result: AgentResult, turns: int) -> None:
     """Adds the agent's rewards of a step with ``turns`` model calls.
 
-    Leaves out those of turns, with an error, if one belongs to a call that was not made. Rewards of roles do not depend
-    on the calls.
+    If a turn's reward belongs to a call that was not made, all rewards of turns are left out, with an error. Rewards of
+    roles are kept, because they do not depend on calls.
     """
     of_turns = {f"{TURN_REWARD}{n}": value for n, value in enumerate(result.turn_rewards, len(trajectory.turns))}
     try:
@@ -383,8 +384,8 @@ def _end(trajectory: Trajectory, status: Status, kind: str, error: str) -> None:
 
 
 def _storable(verdict: Verdict, turns: int) -> Verdict:
-    """Returns the verdict, or reward 0 with an error if it rewards model calls that the rollout did not make, or more
-    than a trajectory can store."""
+    """Returns the verdict, if a trajectory can store its rewards and the rollout made all model calls that it rewards.
+    Otherwise returns reward 0 with an error."""
     try:
         check_turns(verdict.rewards, turns)
         checked_rewards(verdict.rewards)
@@ -395,8 +396,8 @@ def _storable(verdict: Verdict, turns: int) -> Verdict:
 
 
 def _add_verdict(trajectory: Trajectory, verdict: Verdict) -> None:
-    """Adds a verdict's rewards, which replace the agent's. Leaves out the agent's, with an error, if a trajectory
-    cannot store all."""
+    """Adds a verdict's rewards, which replace the agent's rewards of the same names. If a trajectory cannot store them
+    all, the agent's rewards are left out, with an error."""
     rewards = {**trajectory.rewards, **verdict.rewards}
     try:
         checked_rewards(rewards)
@@ -410,7 +411,7 @@ def _add_verdict(trajectory: Trajectory, verdict: Verdict) -> None:
 
 
 class RunningAttempt:
-    """A running attempt: its task and agent, and what its steps share.
+    """A running attempt: its task, its agent, and the state that its steps share.
 
     Args:
         trajectory: The trajectory to complete.
@@ -423,13 +424,13 @@ class RunningAttempt:
         policy = services.policies[rollout.policy]
         self.services, self.rollout, self.task, self.trajectory = services, rollout, task, trajectory
         self.agent, self.has_model = policy.agent(rollout.agent), policy.model is not None
-        """The agent, and whether it has a model, which it calls through the gateway."""
+        """The agent, and whether it has a model. It calls the model through the gateway."""
         self.sandboxes = Sandboxes(services.provider)
         self._checkpoint = checkpoint
         self._judges = services.judges(rollout.id)
 
     async def run(self) -> None:
-        """Runs the attempt to its verdict. Raises every error that ends it without one."""
+        """Runs the attempt until it has a verdict. Raises any error that prevents a verdict."""
         task, trajectory, config = self.task, self.trajectory, self.services.config
         if self.has_model and config.seed is not None:
             trajectory.seed = self.rollout.seed(config.seed, trajectory.attempt)
@@ -462,7 +463,7 @@ class RunningAttempt:
         return await run_conversation(self.task, none, context, conversing.run, self._verifying)
 
     async def _run_in_sandbox(self, context: VerificationContext) -> Verdict:
-        """Starts the task's services and a sandbox, runs the steps of the task in it, and stops all of them."""
+        """Starts the task's services and a sandbox, runs the steps of the task in the sandbox, then stops both."""
         trajectory, services = self.trajectory, self.services
         async with AsyncExitStack() as stack:
             stack.callback(self.sandboxes.add_usage, trajectory)

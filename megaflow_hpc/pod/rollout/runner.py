@@ -1,4 +1,4 @@
-"""Runner of a worker rank: a process that owns the gateway, agents and sandboxes, and runs rollouts concurrently.
+"""Runner of a worker rank: a process with the gateway, the agents and the sandboxes, which runs rollouts concurrently.
 
 The rank starts it as ``python -m megaflow_hpc.pod.rollout.runner FD``, where FD is a socket. End-of-file on the socket
 stops the runner and all sandboxes.
@@ -32,7 +32,7 @@ from megaflow_hpc.types import Rollout, Task
 
 LOG_INTERVAL_S = 60.0
 ACTIVITY_INTERVAL_S = 3.0
-"""Interval between two reports to rank 0 on the progress of rollouts, in seconds."""
+"""Interval between progress reports to rank 0, in seconds."""
 
 
 class Runner:
@@ -43,9 +43,9 @@ class Runner:
         self._opened: Services | None = None
         self._rollouts: dict[str, asyncio.Task[None]] = {}
         self._reported: dict[str, tuple[int, int, bool]] = {}
-        """Activity of each rollout that rank 0 has received."""
+        """Activity of each rollout, as last reported to rank 0."""
         self._reported_use = (0, 0.0)
-        """Sampled tokens and their price that rank 0 has received."""
+        """Number of sampled tokens and their cost in US dollars, as last reported to rank 0."""
 
     @property
     def _services(self) -> Services:
@@ -162,11 +162,11 @@ class Runner:
                 task = Task.from_dict(start["task"])
                 ended = await run_attempt(self._services, rollout, task, start["attempt"], start["checkpoint"])
                 outcome = self._outcome(ended, start, attempts)
-            except Exception as error:  # rank 0 waits for a result, whatever the task and the agent return
+            except Exception as error:  # rank 0 waits for a result, regardless of what the task and the agent return
                 failed = blank(rollout, start["attempt"])
                 failed.error_kind, failed.error = "user", f"the task cannot be read, or the result not sent: {error!r}"
                 outcome = self._outcome(AttemptResult(failed), start, attempts)
-            await self._send_activity(self._services.gateway)  # the price of a rollout is known when it ends
+            await self._send_activity(self._services.gateway)  # so that rank 0 learns the rollout's cost before its end
             await self._send(outcome.to_message())
         finally:
             self._rollouts.pop(rollout.id, None)

@@ -32,9 +32,9 @@ class Services:
     config: CampaignConfig
     policies: Mapping[str, Policy]
     images: dict[str, str]
-    """Image name in the tasks → SIF file or directory. Each rollout adds its task's images when it starts."""
+    """Maps image names in tasks to SIF files or directories. Each rollout adds its task's images when it starts."""
     provider: ApptainerProvider | None
-    """Starts sandboxes. ``None`` if no task has one, so that this node needs no Apptainer."""
+    """Starts sandboxes. ``None`` if no task needs a sandbox, in which case this node needs no Apptainer."""
     gateway: ModelGateway
     agents: Zygote = field(default_factory=lambda: Zygote(()))
     """Runs Python agents in separate processes."""
@@ -51,7 +51,7 @@ class Services:
 
     @property
     def shared(self) -> Mapping[str, RemoteServices]:
-        """Scope → services that rollouts share."""
+        """Maps each scope to the services that rollouts share in it."""
         return {"campaign": self.remote, "node": self.node}
 
     @classmethod
@@ -92,18 +92,19 @@ class Services:
 
     @property
     def prices(self) -> dict[str, TokenPrice]:
-        """Policy → price of its model's tokens, for models that have one."""
+        """Maps policies to the price of their model's tokens, for models that have a price."""
         models = {name: policy.model for name, policy in self.policies.items()}
         return {name: model.price for name, model in models.items() if model and model.price}
 
     @property
     def metered(self) -> dict[str, TokenPrice | None]:
-        """Policy → price of its model's tokens, if any, for models with a price and external endpoints."""
+        """Maps policies to the price of their model's tokens, or ``None``, for models with a price and external
+        endpoints."""
         models = {name: policy.model for name, policy in self.policies.items() if policy.model}
         return {name: model.price for name, model in models.items() if model.price or model.is_external}
 
     def judges(self, rollout_id: str) -> Judges:
-        """Returns the campaign's judges, for one rollout."""
+        """Returns access to the campaign's judges for one rollout."""
         names = self.config.judges()
         reward_models = [name for name in names if self.config.models[name].judge == "reward"]
         return Judges(self.gateway, rollout_id, names, self.prices, reward_models)
@@ -134,7 +135,7 @@ class StoredRecordings:
 
 
 def _replays(policies: Mapping[str, Policy]) -> dict[str, Replay]:
-    """Returns a mapping of policy to replay, for the policies with ``engine: replay``."""
+    """Maps each policy with ``engine: replay`` to its replay."""
     replays = {}
     for name, policy in policies.items():
         if policy.model is not None and policy.model.engine == "replay":

@@ -1,7 +1,7 @@
 """Causes of failed rollouts: how each is stored, how often to retry, and when to stop the pod.
 
-A *cause* is more specific than the stored ``error_kind``, and each cause has its own retry limit. So a rollout that
-failed twice because of dead engines can still be retried after a failure of its node.
+A *cause* is more specific than the stored ``error_kind``, and each cause has its own retry limit. For example, a
+rollout that failed twice because of dead engines can still be retried after a failure of its node.
 
 =================  ============  =======  ==========================================================================
 cause              stored as     retries  meaning
@@ -130,7 +130,7 @@ class Blame:
         self._good = 0
         """Number of results with a started sandbox, summed over all ranks."""
         self._bad: dict[int, tuple[int, int]] = {}
-        """Rank → (number of consecutive failed starts, value of ``_good`` before the first of them)."""
+        """Maps each rank to (number of consecutive failed starts, value of ``_good`` before the first of them)."""
         self._named: set[int] = set()
 
     def add(self, rank: int, cause: str) -> bool:

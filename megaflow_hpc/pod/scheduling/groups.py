@@ -21,7 +21,7 @@ class GroupRules:
     """The campaign's rules for closing groups early."""
 
     wanted: Mapping[str, int] = field(default_factory=dict)
-    """Policy → number of rewards that a group needs. Empty if the campaign plans no spare samples."""
+    """Maps each policy to the number of rewards that a group needs. Empty if the campaign plans no spare samples."""
     signal_after: int = 0
     """A group counts as without signal after this many equal rewards. 0 disables the rule."""
 

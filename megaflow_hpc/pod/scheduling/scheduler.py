@@ -1,8 +1,8 @@
 """Scheduler: decides which rollout starts on which worker. Deterministic, without I/O or a clock.
 
 Work waits in *lanes*, one for each combination of policy and resource demand. If the head of a lane cannot start,
-nothing else in the lane can. So the scheduler only looks at the heads, and a decision takes the same time for ten
-waiting rollouts as for a million.
+nothing else in the lane can. The scheduler therefore looks only at the heads, so that a decision takes the same time
+for ten waiting rollouts as for a million.
 
 Rollouts start in the order in which their blocks were claimed, on the worker with the most free slots among those with
 enough CPUs and memory. If a rollout fits on no worker, smaller ones may overtake it a limited number of times. To
@@ -108,7 +108,7 @@ class Lane:
 
 
 MAX_OVERTAKEN = 64
-"""A worker is reserved for a rollout that does not fit after this many starts of other rollouts."""
+"""After this many starts of other rollouts, a worker is reserved for a rollout that does not fit."""
 
 
 @dataclass(slots=True)
@@ -144,7 +144,7 @@ class Workers:
     def __init__(self) -> None:
         self._workers: dict[int, _Worker] = {}
         self._reserved: dict[int, Lane] = {}
-        """Reserved worker → the lane for which it is reserved."""
+        """Maps each reserved worker to the lane for which it is reserved."""
         self.running = 0
         """Number of running attempts."""
         self.slots = 0
@@ -271,7 +271,7 @@ class Workers:
 
 
 DEFERRED = 1.0
-"""Priority of rollouts that run only when nothing else is ready. That of the other rollouts is 0."""
+"""Priority of rollouts that run only when nothing else is ready. Other rollouts have priority 0."""
 
 
 class Scheduler:
@@ -285,7 +285,7 @@ class Scheduler:
         self._surely_s = surely_s
         self._lanes: dict[tuple[str, Demand], Lane] = {}
         self._queued: dict[str, tuple[Lane, Entry]] = {}
-        """Id of a queued rollout → its lane and entry."""
+        """Maps the id of each queued rollout to its lane and entry."""
         self.workers = Workers()
         self._number = count(1)
         self._too_long: list[Work] = []
@@ -294,7 +294,8 @@ class Scheduler:
         self.waiting: set[str] = set()
         """Policies whose rollouts wait because no engine serves them yet."""
         self.judges: frozenset[str] = frozenset()
-        """Policies that judge rollouts, and services of the campaign. While one of them waits, no rollout starts."""
+        """Policies that judge rollouts, and services of the campaign. No rollout starts while any of them is in
+        :attr:`waiting`."""
 
     # --- the queue ---
 
@@ -418,7 +419,7 @@ class Scheduler:
     def _ready_lanes(self) -> list[Lane]:
         """Returns the lanes whose policy is ready, in scheduling order."""
         if self.waiting & self.judges:
-            return []  # a rollout that ends could not be verified
+            return []  # a finished rollout could not be verified
         lanes = [lane for lane in self._lanes.values() if lane.policy not in self.waiting]
         lanes.sort(key=lambda lane: lane.head[:2])
         return lanes
