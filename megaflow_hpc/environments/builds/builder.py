@@ -59,8 +59,8 @@ class Builder:
     """Builds Dockerfiles on this node. Implements :class:`.resolve.DockerfileBuilder`.
 
     Args:
-        network: Network of the steps: ``"none"`` or ``"host"``. ``None``, if the user has not chosen, acts like
-            ``"none"``.
+        network: Network of the steps: ``"none"`` or ``"host"``. ``None`` means that the user has not chosen, and acts
+            like ``"none"``.
         memory_mb: Memory limit per step. Default: half of the machine's memory.
         disk_mb: Maximum total size of the files that a step writes.
         scratch: Local directory for temporary files. Default: the scratch directory of sandboxes.

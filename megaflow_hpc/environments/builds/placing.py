@@ -1,8 +1,8 @@
 """Writes the files of a ``COPY`` or ``ADD`` to a layer following Docker's rules, without starting a process.
 
 A view of the lower layers shows the existing files of the image. Symlinks in the target path are followed inside the
-image. Symlinks in a copied tree are not followed. The layer also gets the parent directories of copied files, with
-their attributes from the image. Otherwise an overlay would show other attributes, because the uppermost layer decides.
+image. Symlinks in a copied tree are not followed. The layer also contains the parent directories of copied files, with
+the attributes that they have in the image, because an overlay shows the attributes of the uppermost layer.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ class Placement:
     mode: str = ""
     """Value of ``--chmod`` (:class:`Mode`) for copied files and directories. Empty without ``--chmod``."""
     own_owner: bool = False
-    """True if items keep their owners if there is no ``--chown``. Otherwise they belong to root."""
+    """If there is no ``--chown``, copied items keep their owners if this is true. Otherwise they belong to root."""
     replaces: bool = False
     """True if entries of an archive may replace the image's files and empty directories."""
     archived: Mapping[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
-    """Maps (device, inode) of an extracted item to (mode, uid, gid) in its archive. ``--chmod`` does not affect it."""
+    """Maps (device, inode) of an extracted item to (mode, uid, gid) in its archive. ``--chmod`` does not apply to these
+    items."""
 
 
 class Placer:
@@ -145,8 +146,8 @@ class Placer:
         return Attributes(mode, uid, gid, own.mtime)
 
     def _parent_attributes(self, how: Placement, status: os.stat_result) -> Attributes:
-        """Returns the attributes for missing parent directories. Their mtime is the item's, so that equal copies make
-        equal layers."""
+        """Returns the attributes for missing parent directories. These get the copied item's mtime, so that identical
+        copies produce identical layers."""
         uid, gid = how.owner or (0, 0)
         mode = Mode(how.mode).of_parents if how.mode and not _archived(status, how) else 0o755
         return Attributes(mode, uid, gid, attributes_of(status).mtime)

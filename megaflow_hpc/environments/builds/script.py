@@ -18,7 +18,7 @@ STEPS_DIR = "/.megaflow-build"
 PYTHON = helper_python.NAME
 
 _SET_BY_SANDBOXES = ("HOME", "USER", "LOGNAME", "TAR_OPTIONS")
-"""Variables that a sandbox sets for its commands, overriding those of the image."""
+"""Variables that a sandbox sets for its commands, overriding the image's values."""
 KEEP = "".join(f'if [ "${{{name}+x}}" ]; then export _mf_its_{name}="${name}"; fi\n' for name in _SET_BY_SANDBOXES)
 """Shell code that saves the image's values of variables that sandboxes override. A step's sandbox sources it first."""
 _RESTORE = "".join(

@@ -1,7 +1,7 @@
 """Builds one Dockerfile. Each step that changes files adds a layer or reuses a stored one.
 
-The key of a step is a hash of its inputs. They are the image below it, its arguments, variables, user and network, and
-the files that it copies. So a step that was already built, even for another task, is not executed again. ``COPY``,
+The key of a step is a hash of its inputs: the image below it, its arguments, variables, user and network, and the files
+that it copies. A step that has already been built, even for another task, is therefore not executed again. ``COPY``,
 ``ADD`` and ``WORKDIR`` start no process in the image. Each ``RUN`` runs in a separate sandbox over the layers below.
 """
 

@@ -4,7 +4,7 @@ The program runs as uid 0 of the user namespace that owns the files::
 
     copy ROOT TARGET SOURCE…    copies each SOURCE of the image to TARGET/<number>/<name>
     place FILE ITEMS            writes a layer of ITEMS; reads the placement and the layers below from standard input
-    layer FILE UPPER [marks]    writes a layer of an overlay's upper directory; marks: ``.wh.`` files mark deletions
+    layer FILE UPPER [marks]    writes an overlay's upper directory as a layer; marks: whiteouts are ``.wh.`` files
     lay TARGET LAYER…           applies LAYERs, lowest first, to the tree at TARGET, or creates it from the first one
     pack ROOT FILE              packs the image into a squashfs
 

@@ -335,7 +335,7 @@ class BuildWorkspace:
         The programs must not change the files.
 
         Args:
-            top: Additional trees on top of those of the image.
+            top: Additional trees to put on top of the image's trees.
         """
         lowers = [str(path) for path in await self._lowers(image, top)]
         if len(lowers) == 1:
@@ -349,7 +349,7 @@ class BuildWorkspace:
         yield overlay.argv_prefix(mounted, _ROOT, self.namespace), mounted.merged
 
     async def placed(self, image: LayeredImage, items: Path, how: Mapping[str, object], file: Path) -> LayerFacts:
-        """Writes items copied from another image to a layer over ``image``, following the rules of :mod:`.placing`."""
+        """Creates ``file``, a layer on top of ``image`` that contains items copied from another image."""
         request = {"how": how, "layers": [str(path) for path in await self.trees(image)]}
         return facts_of(await run_tree(self.namespace, "place", str(file), str(items), request=request))
 

@@ -77,7 +77,7 @@ def quotas(directory: Path, device: str, kind: str) -> Iterator[tuple[str, float
     """Yields the name, remaining bytes and remaining inodes of each quota that applies to a file system."""
     if kind == "lustre" and shutil.which("lfs"):
         lines = _output_lines("lfs", "quota", "-q", "-u", getpass.getuser(), str(directory))
-        yield from _parsed("lfs quota", lines[-1:] if lines else [])  # a long name is printed on a line of its own
+        yield from _parsed("lfs quota", lines[-1:] if lines else [])  # a long name is printed on a separate line
     elif shutil.which("quota"):
         lines = _output_lines("quota", "-w", "-p", "-u", getpass.getuser())
         yield from _parsed("quota", [line for line in lines if line.split()[:1] == [device]])
@@ -125,7 +125,7 @@ def mount_of(directory: Path) -> tuple[str, str]:
 
 
 def default_stores(named: str | None = None) -> list[Path]:
-    """Returns the image stores named by ``MEGAFLOW_IMAGE_STORE``, else by ``named``, else a default.
+    """Returns the image stores named by ``MEGAFLOW_IMAGE_STORE``, or else by ``named``, or else a default.
 
     The default is an existing store in one of the directories of :data:`SITE_VARIABLES`. If none exists, it is the
     first of these directories that is writable and has enough space, or else the home directory. An existing store in

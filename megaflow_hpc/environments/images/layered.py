@@ -7,9 +7,9 @@ r"""Images made of a base and layers, each described by a JSON document ``STORE/
      "layers": [{"digest": …, "bytes": …, "unpacked_bytes": …, "inodes": …}, …],      bottom first
      "settings": "export PATH=…\n", "workdir": "/app", "user": "agent", "start": [["/entry.sh"], ["serve"], [8000]]}
 
-The digest in the file name is that of the document, which contains the digests of all layers. So the name identifies
-the whole content. A base outside of stores, such as a SIF or directory that a campaign maps, is identified by path,
-size and mtime. Without a base, the first layer is the bottom, as in registry images.
+The file name is the digest of the document. Because the document contains the digests of all layers, the name
+identifies the whole content. A base outside of stores, such as a SIF or directory that a campaign maps, is identified
+by path, size and mtime. If there is no base, the first layer is the bottom one, as in registry images.
 """
 
 from __future__ import annotations
@@ -88,12 +88,12 @@ class LayeredImage:
     base: Base | None
     layers: tuple[LayerFacts, ...] = ()
     settings: str = ""
-    """Shell lines that set the image's variables. They run after those of the base."""
+    """Shell lines that set the image's variables. They run after the base's own settings."""
     workdir: str | None = None
     user: str = ""
     """User for the build steps of Dockerfiles based on this image. Empty means root. Ignored by sandboxes."""
     start: ImageStart = ImageStart()
-    """The program that the image runs as a service. Ignored by other sandboxes."""
+    """The program that the image runs as a service. Other sandboxes ignore it."""
 
     def __post_init__(self) -> None:
         last = {layer.digest: number for number, layer in enumerate(self.layers)}

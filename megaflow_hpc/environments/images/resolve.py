@@ -1,8 +1,7 @@
 """Resolves image names in tasks to image files, building or fetching missing images into the store.
 
-The key of an image is a hash of its inputs. The input is an address, a definition file or a Dockerfile. A file's key
-also covers the files that it copies and its base images. A name that is mapped to a SIF file or a directory resolves to
-that path.
+The key of an image is a hash of its address, definition file or Dockerfile. For a file, the hash also covers the files
+that it copies and its base images. A name that is mapped to a SIF file or a directory resolves to that path.
 """
 
 from __future__ import annotations
@@ -229,10 +228,10 @@ class Images:
         """Returns the image built from a Dockerfile. Its ``FROM`` images are resolved through ``mapping``.
 
         Args:
-            above: Dockerfiles of images that are built onto this one.
+            above: Dockerfiles of images that are built on top of this one.
 
         Raises:
-            ConfigError: The Dockerfile is built onto itself.
+            ConfigError: The Dockerfile is based on itself.
         """
         if dockerfile.path in above:
             raise ConfigError(
@@ -274,7 +273,7 @@ class Images:
         """Resolves ``name`` to an image file through ``mapping``.
 
         Args:
-            above: Dockerfiles of images that are built onto this one.
+            above: Dockerfiles of images that are built on top of this one.
 
         Raises:
             ConfigError: The name is not mapped, or is mapped to a missing file.
@@ -367,7 +366,7 @@ class Images:
 
 
 def source_key(source: str) -> str:
-    """Returns the key of an image address. Mirrors do not change it."""
+    """Returns the key of an image address. It does not depend on mirrors."""
     return hashlib.sha256(f"remote\0{source}".encode()).hexdigest()[:KEY_LENGTH]
 
 

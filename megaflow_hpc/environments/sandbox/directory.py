@@ -132,7 +132,7 @@ class SandboxDirectory:
         return container
 
     def _with_hosts(self, spec: SandboxSpec) -> SandboxSpec:
-        """Returns the spec with an ``/etc/hosts`` that has the names of its services."""
+        """Returns the spec with an ``/etc/hosts`` that contains the names of its services."""
         if spec.services is None:
             return spec
         names = {"localhost": "127.0.0.1", **spec.services.hosts}

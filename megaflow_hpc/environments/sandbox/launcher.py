@@ -66,7 +66,7 @@ REFUSED = (
     "perf_event_open",
     "userfaultfd",
 )
-"""System calls that fail with EPERM. ``socket`` fails for AF_VSOCK, because vsock addresses belong to the whole
+"""System calls that fail with EPERM. ``socket`` also fails for AF_VSOCK, because vsock addresses belong to the whole
 machine."""
 
 CALLS: dict[str, dict[int, tuple[int, ...]]] = {
@@ -129,7 +129,8 @@ def namespace_root(spec: SandboxSpec) -> tuple[str, ...]:
 
 
 def namespace_user(spec: SandboxSpec) -> tuple[str, ...]:
-    """Returns the argv prefix that starts Apptainer as this user, in a user namespace nested inside one with limits."""
+    """Returns the argv prefix that starts Apptainer as this user, in a user namespace nested inside one that has
+    limits."""
     prefix = () if spec.as_root else _outermost(spec)
     return (*prefix, *as_user()) if prefix else ()
 
@@ -152,8 +153,8 @@ def exec_argv(
     """Returns the command line of a sandbox's container process.
 
     ``--no-init`` makes the runner PID 1 of the container, which no process inside can kill. This user becomes uid 0
-    through :func:`namespace_root`, or through ``--fakeroot`` without subordinate ids, and so owns all files. ``/tmp``
-    is part of the overlay, so it lasts as long as the sandbox, uses no memory and is not limited to 64 MB.
+    through :func:`namespace_root`, or through ``--fakeroot`` without subordinate ids, and therefore owns all files.
+    ``/tmp`` is part of the overlay, so it lasts as long as the sandbox, uses no memory and is not limited to 64 MB.
     """
     argv = [apptainer, "-q", "exec", "--containall", "--cleanenv", "--no-home", "--no-eval", "--no-init", "--no-privs"]
     argv += ["--no-mount", "tmp,bind-paths", "--pwd", "/"]

@@ -1,8 +1,8 @@
-"""Sockets inside a sandbox's private network that are used from outside.
+"""Creates sockets in a sandbox's private network that the host can use.
 
-A helper makes them in the container's network namespace and passes their descriptors out: some listen on a loopback
-address there, others can be connected to a program there. Nothing is added to the image, no process stays behind, and
-the namespace has no other way out. The helper enters the namespace in one of two ways:
+A helper creates the sockets in the container's network namespace and passes their descriptors to the host. Some of them
+listen on a loopback address in the namespace. Others can be connected to programs in it. Nothing is added to the image,
+no process stays behind, and the namespace has no other way out. The helper enters the namespace in one of two ways:
 
 =======  ======================================================  ==============================================
 way      method                                                  used if
@@ -48,9 +48,8 @@ all = [made(wish) for wish in sys.argv[2].split(",")]
 numbers = b"".join(each.fileno().to_bytes(4, sys.byteorder) for each in all)
 out.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)])
 """
-"""Python code that makes the sockets. Its second argument lists them, separated by commas: an address to listen on, or
-nothing.
-"""
+"""Python code that creates the sockets. Its second argument is a comma-separated list with one item for each socket:
+the address to listen on, or nothing."""
 _FROM_OUTSIDE = "import socket, sys\nout = socket.socket(fileno=int(sys.argv[1]))" + _MAKE
 _FROM_WITHIN = (
     "import _socket as socket, sys\nout = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)\nout.connect(sys.argv[1])"

@@ -70,7 +70,8 @@ class Site:
     """Reason why system calls of sandboxes cannot be filtered (launcher.py)."""
 
     def refuses(self, network: str) -> str:
-        """Returns why a sandbox with a network mode cannot start on this node, or an empty string if it can."""
+        """Returns the reason why a sandbox with this network mode cannot start on this node, or an empty string if it
+        can."""
         if self.container:
             return f"containers do not start: {self.container}"
         if self.overlay and self.copy:
@@ -209,7 +210,7 @@ def is_setuid(apptainer: str) -> bool:
 
 
 def _unfiltered(namespaces: str) -> str:
-    """Returns why system calls of sandboxes are not filtered, or an empty string if they are."""
+    """Returns the reason why system calls of sandboxes are not filtered, or an empty string if they are."""
     if namespaces:
         return f"no user namespaces, without which a filter would take Apptainer's rights: {namespaces}"
     if launcher(filtered=True).holds_filter():
@@ -221,8 +222,8 @@ def _unfiltered(namespaces: str) -> str:
 
 
 def _try_containers(apptainer: str, where: str) -> tuple[str, str, str, str]:
-    """Tests a container, an overlay on scratch, a copy of the image and a private network. Returns why each of them
-    fails."""
+    """Tests a container, an overlay on scratch, a copy of the image and a private network. Returns the reason why each
+    of them fails."""
     root = Path(where, "root")
     binds = _host_image(root)
     control = Path(where, "control")
@@ -272,7 +273,7 @@ def _host_image(root: Path) -> list[str]:
 
 
 def _failure_of(argv: Sequence[str], temporary: str | None = None) -> str:
-    """Returns why a program failed, or an empty string if it succeeded."""
+    """Returns the reason why a program failed, or an empty string if it succeeded."""
     try:
         done = subprocess.run(
             argv,

@@ -77,8 +77,8 @@ def kill_marked(init: int, marker: bytes, rounds: int = 50) -> int:
     """Kills the processes below ``init`` whose environment contains ``marker``, with their process groups and sessions.
 
     A daemon keeps its initial environment, so it is found too. A process that cleared its environment survives until
-    all processes of the sandbox are killed. Processes may fork meanwhile, so the search is repeated until it finds no
-    process, at most ``rounds`` times.
+    all processes of the sandbox are killed. Processes may fork in the meantime, so the search is repeated until it
+    finds no process, at most ``rounds`` times.
 
     Returns:
         The number of processes killed.

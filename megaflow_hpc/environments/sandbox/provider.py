@@ -1,4 +1,4 @@
-"""Starts sandboxes on this node from images in the node's cache. The janitor can find their directories.
+"""Starts sandboxes on this node from images in the node's cache. The janitor finds their directories by this layout:
 
 ::
 
@@ -36,7 +36,7 @@ from megaflow_hpc.host.process import Identity
 
 
 class ApptainerProvider:
-    """Starts the sandboxes of one process on one node. All of them end with :meth:`close`, or with the process.
+    """Starts the sandboxes of one process on one node. All sandboxes end with :meth:`close`, or with this process.
 
     Args:
         scratch: Local directory for writable layers. Default: :func:`default_scratch`.

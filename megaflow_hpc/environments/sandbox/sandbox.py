@@ -137,7 +137,7 @@ class ApptainerSandbox:
             else:
                 listeners = await self._inside(container).listen(services.addresses)
         except BaseException:
-            await self._dir.drop(self._watch)  # nothing may run where the services' addresses are free
+            await self._dir.drop(self._watch)  # a command must not be able to take the services' addresses
             raise
         self._leave_services = services.serve(dict(zip(services.addresses, listeners, strict=True)))
 
@@ -234,8 +234,8 @@ class ApptainerSandbox:
     async def finish(self, target: str | os.PathLike[str]) -> None:
         """Stops the sandbox and moves its changes to ``target`` on the same file system.
 
-        ``target`` gets the form of an overlay's upper directory. If sandboxes are copies of their images, files in it
-        mark deletions.
+        ``target`` gets the form of an overlay's upper directory. If sandboxes are copies of their images, whiteouts in
+        it are ``.wh.NAME`` files.
         """
         async with self._changing:
             await self._end(None)
@@ -355,7 +355,7 @@ class ApptainerSandbox:
     async def unconnected(self, count: int) -> list[socket.socket]:
         """Returns non-blocking TCP sockets that can be connected to programs that listen in the sandbox.
 
-        For networks other than ``host``. They are valid as long as those of :meth:`listen`.
+        Not available with network ``host``. The sockets are valid as long as the sockets from :meth:`listen`.
         """
         return await self._inside(await self._running()).unconnected(count)
 

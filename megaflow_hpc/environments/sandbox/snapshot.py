@@ -3,12 +3,12 @@
 ::
 
     DIRECTORY/
-      upper/          the sandbox's changes: its files, and marks for deleted files
+      upper/          the sandbox's changes: its files and whiteouts
 
 A whiteout is a character device 0/0, which Linux lets any user create. An opaque directory has an extended attribute
 ``user.overlay``. ``cp -a`` copies both. If possible it runs as uid 0 of a user namespace, so that it can read the
 owner's files regardless of their modes. It shares blocks if the file system supports reflinks. In a sandbox without an
-overlay, files mark deletions (copies.py). These files become whiteouts if an overlay uses the snapshot.
+overlay, whiteouts are ``.wh.NAME`` files (copies.py). They become devices if an overlay uses the snapshot.
 
 GNU tar packs a layer into one file for storage. It supports devices, symlinks, sparse files and extended attributes.
 """
@@ -40,7 +40,7 @@ class Snapshot:
     path: str
     image: str
     marks: str = ""
-    """Name prefix of files that mark deletions. Empty if deletions are marked by whiteouts."""
+    """Name prefix of files that are whiteouts. Empty if whiteouts are devices."""
     offset: int = -1
     """Byte offset of the packed layer in the file ``path``. -1 if ``path`` is a directory."""
 
@@ -80,7 +80,7 @@ def restore(snapshot: Snapshot, layer: Path, whiteouts: bool = True) -> None:
     """Copies a snapshot into the layer of a sandbox that has not started.
 
     Args:
-        whiteouts: Convert files that mark deletions to whiteouts, which an overlay needs.
+        whiteouts: Convert whiteouts that are files to devices, which an overlay needs.
     """
     if snapshot.offset < 0:
         copy(Path(snapshot.path, "upper"), layer / "upper")

@@ -32,11 +32,11 @@ Address = tuple[str, int]
 
 
 class Reachable(Protocol):
-    """Services that a sandbox can reach by name, although its network has no other connection."""
+    """Services that a sandbox can reach by name, even if its network is otherwise isolated."""
 
     @property
     def hosts(self) -> Mapping[str, str]:
-        """Host name → loopback address."""
+        """Maps host names to loopback addresses."""
 
     @property
     def addresses(self) -> Sequence[Address]:

@@ -1,4 +1,4 @@
-"""Services: programs in sandboxes of their own, which the sandboxes of a rollout reach by name.
+"""Services: programs in their own sandboxes, to which the sandboxes of a rollout connect by name.
 
 A service and the agent's sandbox share only TCP connections. Each has its own isolated network namespace.
 ``forwarding`` connects the two from outside: it accepts connections in the agent's sandbox, at the loopback address
@@ -6,6 +6,7 @@ that ``/etc/hosts`` maps to the service's name, and forwards the bytes to the se
 exist before the agent's first command, so an agent cannot take a service's place.
 
 ``running`` starts and monitors one service. ``group`` starts the services of a rollout in order, and cancels the
-rollout's work if one of them ends. Rollouts share the services of a ``node``, and those with their own Slurm job
-(``model/server/service.py``). ``remote`` connects to shared services.
+rollout's work if one of them ends. ``node`` runs services that are shared by the rollouts of a node. Services of the
+whole campaign run in their own Slurm jobs (``model/server/service.py``). ``remote`` connects to shared services of both
+kinds.
 """

@@ -15,9 +15,8 @@ CHUNK_BYTES = 1 << 16
 BATCH = 16
 """Number of sockets to make in a service's network at once, because each batch starts a process."""
 MAX_CONNECTIONS = 256
-"""Maximum number of open connections from the agent's sandbox, and separately among the services of a rollout. Further
-connections wait.
-"""
+"""Maximum number of open connections from an agent's sandbox to services. The same limit applies separately to
+connections among the services of a rollout. Further connections wait."""
 CONNECT_TIMEOUT_S = 10.0
 
 Dial = Callable[[], Awaitable[socket.socket]]
@@ -36,8 +35,8 @@ class Dialer:
         """Returns a connected, non-blocking socket.
 
         Raises:
-            OSError: nothing listens on the port.
-            SandboxError: the sandbox has ended.
+            OSError: Nothing listens on the port.
+            SandboxError: The sandbox has ended.
         """
         async with self._making:
             if not self._free:
@@ -83,7 +82,7 @@ class Forwarding:
             while True:
                 try:
                     connection, _ = await asyncio.get_running_loop().sock_accept(listener)
-                except OSError:  # the connection was closed meanwhile, or this process has too many open files
+                except OSError:  # the connection was closed in the meantime, or this process has too many open files
                     await asyncio.sleep(0.1)
                     continue
                 connection.setblocking(False)

@@ -64,11 +64,11 @@ class ServiceGroup:
     Args:
         planned: The services.
         start: Starts a sandbox.
-        remote: Services of the campaign, which run in jobs of their own. Their specifications are not used.
+        remote: Services in ``planned`` that already run elsewhere. They are not started here.
 
     Raises:
-        ServiceError: a service did not become healthy.
-        SandboxError: a sandbox of a service did not start.
+        ServiceError: A service did not become healthy.
+        SandboxError: The sandbox of a service did not start.
     """
 
     def __init__(
@@ -83,16 +83,15 @@ class ServiceGroup:
         self.services = [each.service for each in planned]
         net = f"127.{64 + secrets.randbelow(64)}.{secrets.randbelow(256)}"
         self.addresses = {service.name: f"{net}.{number}" for number, service in enumerate(self.services, 1)}
-        """Service name → loopback address, the same in every sandbox of the group. Random, because groups may share a
-        network.
-        """
+        """Maps each service to its loopback address, which is the same in every sandbox of the group. Addresses are
+        random, because several groups may share a network."""
         self.slots = asyncio.Semaphore(MAX_CONNECTIONS)
         """Limits the connections among the services."""
         self._running: dict[str, RunningService] = {}
 
     @property
     def reachable(self) -> _View | None:
-        """The services as the rollout's sandbox reaches them. ``None`` without services."""
+        """The services as seen from the rollout's sandbox. ``None`` if there are no services."""
         return _View(self) if self.services else None
 
     async def dial(self, name: str, port: int) -> socket.socket:
@@ -134,7 +133,7 @@ class ServiceGroup:
         """Runs work that needs the services, and cancels it if a service ends.
 
         Raises:
-            ServiceError: A service ended during the work, or does not respond after it. The result of the work is
+            ServiceError: A service ended during the work, or no longer responds afterwards. The result of the work is
                 discarded.
         """
         running = asyncio.ensure_future(work)
@@ -164,7 +163,8 @@ class ServiceGroup:
 
 
 def in_order(planned: Sequence[PlannedService]) -> list[PlannedService]:
-    """Sorts services so that each comes after those that it waits for. All these names must exist, without a cycle."""
+    """Sorts services so that each comes after those that it waits for. All names must exist, and there must be no
+    cycle."""
     left, ordered = list(planned), list[PlannedService]()
     while left:
         started = {each.service.name for each in ordered}

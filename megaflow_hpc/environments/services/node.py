@@ -125,7 +125,7 @@ class NodeServices(RemoteServices):
         """Runs the service once.
 
         Raises:
-            SandboxError: it ended, or did not become healthy.
+            SandboxError: The service ended, or did not become healthy.
         """
         service = planned.service
         running = RunningService(service, await self._provider.start(planned.spec))

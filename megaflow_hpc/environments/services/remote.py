@@ -1,8 +1,8 @@
 """Connects to services of other processes, over TLS or a Unix socket, with a key.
 
 A client sends ``KEY PORT`` and a line feed. The server answers ``ok`` once the service accepts the connection, or
-``busy`` if the service does not accept it in time. After ``ok``, both sides send chunks, each after its length in four
-bytes. Length 0 ends one direction, as TLS itself cannot.
+``busy`` if the service does not accept it in time. After ``ok``, both sides send chunks, each preceded by its length in
+four bytes. Length 0 closes one direction, which TLS itself does not support.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from megaflow_hpc.errors import SandboxError, ServiceError
 CONNECT_TIMEOUT_S = 20.0
 BACKLOG = 1024
 MAX_WAITING = 256
-"""Maximum number of clients that have not sent the key. A further client closes the oldest one's connection."""
+"""Maximum number of clients that have not sent the key. If another client connects, the connection of the oldest one is
+closed."""
 WAIT_S = 600.0
-"""Seconds for which a rollout waits until a service can be reached. Its job may have been requeued."""
+"""Seconds that a rollout waits for a service to become reachable. The service's job may have been requeued."""
 POLL_S = 0.5
 CHECK_S = 10.0
-"""Seconds between two checks that a service still answers while a rollout runs."""
+"""Interval in seconds between checks that a service still responds while a rollout runs."""
 BUSY_S = 300.0
 """A service that does not answer a check may be busy. After this many seconds without an answer, it counts as ended."""
 MAX_PAUSE_S = 10.0
-"""Maximum seconds between two checks of a busy service. The pause doubles from :data:`POLL_S`."""
+"""Maximum interval in seconds between checks of a busy service. The interval starts at :data:`POLL_S` and doubles."""
 _LENGTH_BYTES = 4
 _OK, _BUSY = b"ok\n", b"busy\n"
 
@@ -62,7 +63,7 @@ class RemoteServices:
         """Replaces the endpoints of all services.
 
         Args:
-            endpoints: Name of the service → content of its endpoint file or failure file.
+            endpoints: Maps the name of each service to the content of its endpoint file or failure file.
         """
         self._addresses = {
             name: Address(str(file["url"]), str(file["key"]), str(file["tls_fingerprint"]))
@@ -79,7 +80,7 @@ class RemoteServices:
         return self._addresses.get(name)
 
     def failed(self, name: str) -> str:
-        """Returns why a service has failed for good, or an empty string if it has not."""
+        """Returns the reason why a service has failed permanently, or an empty string if it has not."""
         return self._failed.get(name, "")
 
 
@@ -99,11 +100,11 @@ class RemoteService:
         """Waits until the service can be reached.
 
         Raises:
-            ServiceError: it has failed for good, or cannot be reached in time.
+            ServiceError: The service has failed permanently, or cannot be reached in time.
         """
         deadline = asyncio.get_running_loop().time() + WAIT_S
         problem = "it is not running"
-        await asyncio.sleep(0)  # a process that has just begun to run the service forgets earlier failures first
+        await asyncio.sleep(0)  # let a process that has just started the service clear earlier failures
         while True:
             if cause := self._services.failed(self.name):
                 raise ServiceError(f"service {self.name}: {cause}")
@@ -130,12 +131,13 @@ class RemoteService:
                     return why
 
     async def problem(self, deadline: float | None = None) -> str:
-        """Returns why the rollout can no longer use the service: it restarted or does not respond. Empty if it can.
+        """Returns the reason why the rollout can no longer use the service, or an empty string if it can.
 
-        A refused connection counts as a failure immediately. A slow service may be under load, so it is checked again.
+        A restarted service or a refused connection counts as a failure immediately. A slow service may be under load,
+        so it is checked again.
 
         Args:
-            deadline: Time of the event loop until which a slow service is checked. Default: :data:`BUSY_S` from now.
+            deadline: Event loop time until which a slow service is checked again. Default: :data:`BUSY_S` from now.
         """
         loop = asyncio.get_running_loop()
         deadline, pause_s = deadline or loop.time() + BUSY_S, POLL_S
@@ -247,7 +249,7 @@ async def _greet(
 
 def _abort(writer: asyncio.StreamWriter) -> None:
     """Closes a connection immediately and discards unsent data."""
-    with suppress(AttributeError):  # Python 3.11, if a TLS transport has been closed twice: it ends within 30 s
+    with suppress(AttributeError):  # Python 3.11 may raise this if a TLS transport is closed twice; it ends within 30 s
         writer.transport.abort()
 
 
@@ -343,8 +345,8 @@ class ServiceListener:
 async def _streams_of(
     client: socket.socket, context: ssl.SSLContext | None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Returns the streams of an accepted connection, after a TLS handshake if there is a context. If it fails, asyncio
-    closes the connection."""
+    """Returns the streams of an accepted connection, after a TLS handshake if there is a context. If the handshake
+    fails, asyncio closes the connection."""
     loop = asyncio.get_running_loop()
     client.setblocking(False)
     reader = asyncio.StreamReader()
@@ -354,7 +356,7 @@ async def _streams_of(
 
 
 async def _carry(plain: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Forwards bytes between a socket and a connection with chunks until both directions have ended."""
+    """Forwards bytes between a plain socket and a chunked connection until both directions have ended."""
     ways = [asyncio.create_task(_to_chunks(plain, writer)), asyncio.create_task(_from_chunks(reader, plain))]
     with plain, suppress(OSError, asyncio.IncompleteReadError):
         try:

@@ -1,4 +1,4 @@
-"""One running service: its sandbox, its program, its health and its end."""
+"""Runs one service: its sandbox and program, health checks, and shutdown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from megaflow_hpc.types import ExecResult, Service
 
 _MAX_OUTPUT_CHARACTERS = 1000
 _FIRST_PAUSE_S = 0.1
-"""Seconds after a service's first check. Later pauses double, up to the interval of its health check."""
+"""Pause in seconds after a service's first health check. Later pauses double, up to the interval of the health
+check."""
 _OUTPUT_BYTES = 1 << 16
 BUSY_S = 60.0
 """Seconds within which a service must respond after its rollout has ended. It may still be busy with the agent's
@@ -33,11 +34,8 @@ class PlannedService:
 
 
 class RunningService:
-    """A service in a sandbox that this object owns. Create it with :meth:`start`.
-
-    Args:
-        service: The service, whose program starts at once.
-    """
+    """Runs a service's program in a sandbox. The program starts immediately, and :meth:`stop` also stops the
+    sandbox."""
 
     def __init__(self, service: Service, sandbox: ApptainerSandbox) -> None:
         self._service = service
@@ -71,7 +69,7 @@ class RunningService:
         """Checks the service until it is healthy.
 
         Raises:
-            ServiceError: its program ended, or it is not healthy in time.
+            ServiceError: The service's program ended, or it did not become healthy in time.
         """
         check = self._service.health
         deadline = time.monotonic() + check.ready_s
@@ -88,10 +86,10 @@ class RunningService:
             pause_s = min(2 * pause_s, check.interval_s)
 
     async def _problem(self, or_unhealthy: bool = False) -> str:
-        """Returns why a health check failed, or an empty string if it succeeded.
+        """Returns the reason why a health check failed, or an empty string if it succeeded.
 
         Args:
-            or_unhealthy: Any check that completes counts as success, whatever its exit code.
+            or_unhealthy: Count any check that completes as a success, regardless of its exit code.
         """
         check = self._service.health
         if check.command:
@@ -112,7 +110,7 @@ class RunningService:
         return ""
 
     async def check_alive(self) -> None:
-        """Checks that the service's program runs and answers.
+        """Checks that the service's program is running and responds.
 
         An unhealthy service counts as alive, because the agent may have caused this, by mistake or to avoid a verdict.
 

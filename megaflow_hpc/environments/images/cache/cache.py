@@ -13,8 +13,8 @@ Images share the copies of their common layers. When a source file is unpacked, 
 name. Existing copies are not verified again. An image outside of stores, such as a SIF that a campaign maps, is
 identified by path, size and mtime.
 
-Leased copies are never removed (:mod:`.index`). A process reserves space for all missing copies of an image at once. It
-reserves nothing while it waits, so two processes cannot deadlock.
+Leased copies are never removed (:mod:`.index`). A process reserves space for all missing copies of an image at once. A
+process reserves nothing while it waits, so two processes cannot deadlock.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megaflow_hpc.host.files import remove_tree
 
 TREE_EXTRA_INODES = 64
 LAYER_EXTRA_INODES = 8
-"""Inodes that a copy needs in addition to those of its files, with a margin."""
+"""Number of inodes, with a margin, that a copy needs in addition to its files."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _lay_out(facts: ImageFacts, directory: Path, apptainer: str) -> int:
 
 
 def _copy_tree(source: str, target: Path) -> None:
-    # Inside a user namespace, root can read all files of the user, whatever their modes.
+    # Inside a user namespace, root can read all files of the user, regardless of their modes.
     inside = runtime.unshare() if os.geteuid() else ()
     if why := child.cp(source, target, prefix=inside):
         raise SandboxError(f"{source}: cannot be copied: {why}")
@@ -181,7 +181,7 @@ def _measure(directory: str) -> DiskUsage:
 
 
 POLL_INTERVAL_S = (0.005, 0.1)
-"""First and longest pause in seconds between two polls for space or for another process."""
+"""First and longest pause in seconds between polls for space or for another process."""
 
 
 class ImageLease:

@@ -11,8 +11,8 @@
 
 Copies enter and leave ``images`` by rename, so they are always complete. Locks are kernel locks (``flock``), released
 when their holder exits. All other files have a process identity in their names and are ignored once that process has
-exited. So a process killed by SIGKILL never blocks another process. The next process to open the cache removes its
-leftovers.
+exited. A process killed by SIGKILL therefore never blocks another process. The next process to open the cache removes
+its leftovers.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class CacheIndex:
             if not is_marked:
                 self._write()
         try:
-            # Removers check for marks while holding this lock. So they have seen ours, or the copy is already gone.
+            # Removers check for marks while holding this lock. Either they have seen ours, or the copy is already gone.
             with locked(self.root / "removing", shared=True, timeout_s=math.inf if wait else 0):
                 complete = self.has_all(names)
         except TimeoutError:
@@ -296,7 +296,7 @@ class CacheIndex:
         used = set(keep)
         rank: dict[str, int] = {}
         for user in users:
-            sizes |= user.makes  # some of these may have become entries meanwhile
+            sizes |= user.makes  # some of these may have become entries in the meantime
             used.update(user.uses)
             for position, name in enumerate(user.wants):
                 rank[name] = min(position, rank.get(name, position))
@@ -348,8 +348,7 @@ class CacheIndex:
         return [name for name in missing if name not in made]
 
     def makers(self, names: Collection[str]) -> dict[str, str]:
-        """Returns, for each of the copies ``names`` that is being made, the ``users`` file of the cache that makes
-        it."""
+        """Maps each of the copies ``names`` that is being made to the ``users`` file of the cache that is making it."""
         if not names:
             return {}
         users = self._users()

@@ -1,4 +1,5 @@
-"""Writes and reads image manifests, which list a campaign's images so that they can be carried to an air-gapped site.
+"""Writes and reads image manifests, which list a campaign's images so that they can be transferred to an air-gapped
+site.
 
 A manifest is written once all images are in a store. The other site uses it together with the store's files::
 
@@ -9,9 +10,9 @@ A manifest is written once all images are in a store. The other site uses it tog
      "bytes": …}
 
 ``files`` lists the store files of the image, including shared ones: a SIF, or a document with its layers and base. The
-outer ``bytes`` counts each file once. A base given by path is not stored and not carried along. It must exist at the
-same path on the other site. An image without a digest was missing when the manifest was written. Version 1 supported
-only SIF files and did not list ``files``.
+outer ``bytes`` counts each file once. A base given by path is neither stored nor transferred. It must exist at the same
+path on the other site. An image without a digest was missing when the manifest was written. Version 1 supported only
+SIF files and did not list ``files``.
 """
 
 from __future__ import annotations

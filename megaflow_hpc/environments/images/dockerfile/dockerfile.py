@@ -173,9 +173,9 @@ class Reader:
         self._build_args = build_args
         self.stages: list[Stage] = []
         self.ignored: list[tuple[int, str, str]] = []
-        """Instructions without a meaning in a sandbox, each as line, name and reason."""
+        """Instructions that have no effect in a sandbox, as (line, name, reason)."""
         self.unset: list[tuple[int, str]] = []
-        """Variables that the file uses with a default but does not set, each as line and name. The base image might set
+        """Variables that the file uses with a default but does not set, as (line, name). The base image might set
         them."""
         self._global_args: dict[str, Text] = {}
         self._defaulted: list[str] = []

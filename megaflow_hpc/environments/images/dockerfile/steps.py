@@ -14,7 +14,7 @@ DEFAULT_SHELL = ("/bin/sh", "-c")
 
 @dataclass
 class RunStep:
-    """A ``RUN`` instruction. ``exports`` are variables that are set only while it runs, such as those of ``ARG``."""
+    """A ``RUN`` instruction. ``exports`` are variables that are set only while it runs, such as ``ARG`` variables."""
 
     argv: list[str]
     workdir: str

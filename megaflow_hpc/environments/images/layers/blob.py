@@ -1,7 +1,7 @@
 """Reads and writes layer blobs, computing their digests in the same pass.
 
-Deletions are marked as in the OCI image specification. A file ``.wh.NAME`` hides NAME in the layers below. A file
-``.wh..wh..opq`` hides the contents of its directory in the layers below.
+Deletions are stored as whiteouts, as in the OCI image specification. A file ``.wh.NAME`` hides NAME in the layers
+below. A file ``.wh..wh..opq`` hides the contents of its directory in the layers below.
 
 The packed files are untrusted, because build steps may have written them. The packer opens them relative to open
 directories and does not follow links.
@@ -46,7 +46,8 @@ _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """Digest and sizes of a layer: ``bytes`` of its blob, ``unpacked_bytes`` and ``inodes`` of its files."""
+    """Digest and sizes of a layer. ``bytes`` is the size of its blob. ``unpacked_bytes`` and ``inodes`` are the sizes
+    of its files."""
 
     digest: str
     """Hexadecimal SHA-256 of the blob."""
@@ -233,7 +234,6 @@ class Packer:
     # --- entries ------------------------------------------------------------------------------------------------
 
     def directory(self, name: str, attributes: Attributes) -> None:
-        """Adds a directory."""
         self._header(name, tarfile.DIRTYPE, attributes)
 
     def link(self, name: str, target: str, attributes: Attributes) -> None:
@@ -259,11 +259,10 @@ class Packer:
         self._write(bytes(-status.st_size % tarfile.BLOCKSIZE))
 
     def fifo(self, name: str, attributes: Attributes) -> None:
-        """Adds a named pipe."""
         self._header(name, tarfile.FIFOTYPE, attributes)
 
     def whiteout(self, name: str) -> None:
-        """Marks ``name`` as deleted, so that it hides the same name in lower layers."""
+        """Adds a whiteout for ``name``, which hides the same name in lower layers."""
         parent, _, last = name.rpartition("/")
         hidden = DELETED + last
         self._write_header(f"{parent}/{hidden}" if parent else hidden, tarfile.REGTYPE, Attributes(0))
@@ -294,17 +293,17 @@ class Packer:
 
 
 def pack_tree(packer: Packer, directory: int, name: str = "", *, marks: bool = False) -> None:
-    """Adds all contents of an overlay's upper directory: files and deletion marks.
+    """Adds all contents of an overlay's upper directory: files and whiteouts.
 
-    Skips sockets, and devices other than deletion marks.
+    Skips sockets, and devices other than whiteouts.
 
     Args:
         directory: Descriptor of the directory.
         name: Name of the directory in the image. Empty for the root, whose attributes are not packed.
-        marks: Empty files ``.wh.NAME`` mark deletions (rootfs/copies.py), instead of 0/0 devices.
+        marks: Whiteouts are empty files ``.wh.NAME`` (rootfs/copies.py) instead of 0/0 devices.
 
     Raises:
-        RefusedMember: Directories are nested too deeply, or a file is named like a deletion mark.
+        RefusedMember: Directories are nested too deeply, or a file is named like a whiteout.
     """
     if name.count("/") >= MAX_DEPTH:
         raise RefusedMember(f"{name[:200]}: more than {MAX_DEPTH} directories in one another")

@@ -1,8 +1,8 @@
 """Merges an overlay's upper directory or a layer into a tree by moving files, for hosts that cannot mount overlays.
 
-As in the kernel's overlays, a 0/0 device marks a deleted file, and an extended attribute marks an opaque directory.
-Some file systems support neither, so files ``.wh.NAME`` and ``.wh..wh..opq`` are also accepted as marks. Programs that
-must start fast import this module, so it has few imports.
+As in the kernel's overlays, a whiteout is a 0/0 device, and an extended attribute marks an opaque directory. Some file
+systems support neither, so files ``.wh.NAME`` and ``.wh..wh..opq`` are also accepted. Programs that must start fast
+import this module, so it has few imports.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OPAQUE_ATTRIBUTES = ("user.overlay.opaque", "user.fuseoverlayfs.opaque", "truste
 
 
 def put_over(upper: str, root: str, top: bool = True) -> None:
-    """Moves the contents of ``upper`` into ``root``, and removes the files that ``upper`` marks as deleted.
+    """Moves the contents of ``upper`` into ``root``, and removes the files for which ``upper`` has a whiteout.
 
     Does not follow links, so both trees may be untrusted. No other process may write to either tree during the call.
     """
@@ -30,7 +30,7 @@ def put_over(upper: str, root: str, top: bool = True) -> None:
         for name in os.listdir(root):
             remove_tree(os.path.join(root, name))
     with os.scandir(upper) as scanned:
-        # Process deletions first, so that they do not remove new files.
+        # Process whiteouts first, so that they do not remove new files.
         entries = sorted(scanned, key=lambda entry: not entry.name.startswith(DELETED))
     for entry in entries:
         status = entry.stat(follow_symlinks=False)

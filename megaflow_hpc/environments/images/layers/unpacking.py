@@ -47,7 +47,7 @@ def unpack(
     Args:
         namespace: An argv prefix that enters a user namespace in which files get the layer's owners. Without it, the
             caller owns all files.
-        marks: Keep the blob's deletion marks as files, instead of converting them to overlay marks.
+        marks: Keep the blob's whiteouts as files, instead of converting them to overlay whiteouts.
 
     Raises:
         SandboxError: The blob is not a layer, or its digest differs.
@@ -94,7 +94,7 @@ class LayerWriter(TreeWriter):
 
     Args:
         owners: Set the owners recorded in the archive. Otherwise the caller owns all files.
-        marks: Keep deletion marks as empty files.
+        marks: Keep whiteouts as empty files.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, owners: bool, marks: bool = False) -> None:

@@ -66,7 +66,7 @@ class Layer(Protocol):
         """Returns the layer's entry at ``path``, or ``None`` if it has none."""
 
     def names(self, path: str) -> Iterator[str]:
-        """Yields the names in a directory, including names that this layer marks as deleted."""
+        """Yields the names in a directory, including names for which this layer has a whiteout."""
 
     def read(self, path: str, limit: int) -> bytes:
         """Returns up to ``limit`` bytes of a regular file. Returns ``b""`` if it cannot be read."""

@@ -1,6 +1,6 @@
 """Finds registry credentials in the configuration files of other container tools.
 
-The files are tried in this order: ``REGISTRY_AUTH_FILE``, then those of Apptainer (``apptainer registry login``),
+The files are tried in this order: ``REGISTRY_AUTH_FILE``, then the files of Apptainer (``apptainer registry login``),
 Podman and Skopeo, and Docker. The first file with credentials for the registry wins. All files use the same format.
 They may name credential helpers, which are called.
 """

@@ -30,11 +30,11 @@ _ONE_PROGRAM = re.compile(r"[\w.+-]*/[\w./+-]*(?: [\w./:=@%,+-]+)*", re.ASCII)
 """Matches a path followed by plain words. Such a program is started directly, without ``/bin/sh -c``."""
 
 FIRST_WORKERS = 2
-"""Number of workers started with the container. The second worker is ready while the first forks."""
+"""Number of workers started with the container. With two, one is ready while the other forks."""
 
 _MIN_READ_DELAY_S, _MAX_READ_DELAY_S = 0.002, 0.03
 """Shortest and longest delay in seconds before the output of a running command is read. Most commands finish sooner.
-The delay grows when more commands than processors run."""
+The delay grows if there are more running commands than processors."""
 _PROCESSORS = len(os.sched_getaffinity(0))
 
 READ_SIZE = 65536
@@ -230,7 +230,7 @@ class RunningCommand:
     """A running command.
 
     Args:
-        number: Number of the command in its container. The command's processes have it in their environment.
+        number: Number of the command in its container. It is in the environment of the command's processes.
         limit: Maximum number of bytes kept of each stream.
     """
 
@@ -251,7 +251,7 @@ class RunningCommand:
 
     @classmethod
     def read_delay_s(cls) -> float:
-        """Returns the delay in seconds before output is first read. A read costs as much as a short command."""
+        """Returns the delay in seconds before output is first read. A read takes as long as a short command."""
         return min(_MAX_READ_DELAY_S, _MIN_READ_DELAY_S * max(1.0, cls.under_way / _PROCESSORS))
 
     def end(self, status: int | SandboxError) -> None:

@@ -9,9 +9,8 @@
       i17  c17  s17     standard input of command 17, and text too long for a FIFO; removed when the command ends
       o0 e0 o1 e1 …     FIFOs: pairs of output streams, each used by one command at a time
 
-dispatcher.py runs the commands. The container does not outlive its owner. When the thread that started it exits, the
-kernel kills the container (launcher.py), unless Apptainer is setuid. The runner also kills all processes when the
-command pipe closes.
+dispatcher.py runs the commands. When the thread that started the container exits, the kernel kills the container
+(launcher.py), unless Apptainer is setuid. The runner also kills all processes when the command pipe closes.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Container:
         self._breach = ""
         self._from_within = False
         self.lost = ""
-        """Reason why the container was ended from outside, such as a killed job. Empty otherwise."""
+        """Reason why the container was killed from outside, such as the end of its job. Empty otherwise."""
 
     @property
     def alive(self) -> bool:

@@ -38,7 +38,7 @@ KILL_GRACE_S = 10.0
 """Timeout in seconds for a killed command to end. One of its processes may be in uninterruptible sleep."""
 
 _LOST_WORKER_S = 1.0
-"""A worker counts as lost this many seconds after its killed command has no process left but has not ended."""
+"""A worker counts as lost if its killed command has had no process for this many seconds but has not ended."""
 
 _LEFT_OVER_READS = 32
 """Maximum number of reads (64 KiB each) per stream after a command ends. A background process may print forever."""

@@ -18,16 +18,16 @@ BLOCK = 4096
 """Minimum size in bytes to count per file, because file systems have one inode per 4 to 16 KB."""
 
 MAX_SHARE_OF_TIME = 1 / 30
-"""Maximum fraction of time that ``du`` may run."""
+"""Maximum fraction of the time for which ``du`` may run."""
 MIN_INTERVAL_S = 2.0
-"""Minimum seconds between two measurements, unless much has been written."""
+"""Minimum interval in seconds between measurements, unless much has been written."""
 QUIET_INTERVAL_S = 30.0
-"""Seconds between two measurements of a sandbox that writes almost nothing."""
+"""Interval in seconds between measurements of a sandbox that writes almost nothing."""
 QUIET_BYTES = 100_000
 """Smaller writes count as idle. Commands and the runner print that many bytes without using the disk."""
 MANY_FILES = 1000
-"""Files are also counted once the file system has this many new inodes. Counting takes as long as measuring
-bytes."""
+"""Count files too once the file system has this many new inodes. Files are not counted every time, because counting
+takes as long as measuring bytes."""
 
 _WITH_FILES = 'du -s -x -c --block-size=1 -- "$@" | tail -n 1; du -s -x -c --inodes -- "$@" | tail -n 1'
 

@@ -56,7 +56,7 @@ MAX_DESCRIPTORS = 131_072
 """Maximum number of open descriptors in one sandbox. Scanning more would delay the polls of other sandboxes."""
 MAX_DESCRIPTORS_OF_PROCESS = 65_536
 DESCRIPTORS_INTERVAL_S = 4.0
-"""Seconds between two polls of an active sandbox's descriptors, unless the node is losing memory."""
+"""Interval in seconds between polls of an active sandbox's descriptors, unless the node is losing memory."""
 MAX_SHARE_OF_TIME = 1 / 30
 """Maximum fraction of the watchdog's time for polling the descriptors of one sandbox."""
 
@@ -236,8 +236,8 @@ def lost_ticks(
 ) -> float:
     """Returns the CPU time, in clock ticks, of processes that exited between two polls without being waited for.
 
-    A process that started shortly before the first poll and has exited by the second may be one of many. It is charged
-    the whole time between the polls.
+    A process that started shortly before the first poll and has exited by the second may be one of many, so it is
+    charged the whole time between the polls.
 
     Args:
         init: The first process, which reaps orphans.
@@ -346,7 +346,7 @@ def measure_descriptors(init: int, pids: Iterable[int], whole: bool = True) -> H
 
     Args:
         init: The container's first process.
-        whole: False to only count them, which takes a small part of the time.
+        whole: Measure the descriptors. If false, only count them, which is much faster.
     """
     held = Held()
     listed: dict[int, list[str]] = {}
@@ -452,8 +452,8 @@ class Descriptors:
         self._cpu_s = -1.0
 
     def poll(self, init: int, sample: UsageSample, now: float, urgent: bool) -> None:
-        """Measures the descriptors if a poll is due, or counts them if measuring them takes too long for that. Urgent
-        polls are more frequent and also cover idle sandboxes.
+        """Measures the descriptors if a poll is due. If measuring takes so long that polls are rare, counts the
+        descriptors in between. Urgent polls are more frequent and also cover idle sandboxes.
 
         Args:
             urgent: True if the node is losing memory or descriptors.

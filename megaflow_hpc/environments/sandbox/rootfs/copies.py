@@ -7,8 +7,8 @@
 
 Only one of the two exists at a time. ``lay_out`` creates ``root`` from the image and ``upper``. ``gather`` does the
 reverse. Edits of a layer between two containers (restoring programs for the verifier, snapshots) therefore always apply
-to ``upper``, with or without an overlay. An empty file ``.wh.NAME`` marks a deleted name, because not all file systems
-support the kernel's whiteouts (devices and extended attributes).
+to ``upper``, with or without an overlay. Whiteouts are empty files ``.wh.NAME``, because not all file systems support
+the kernel's whiteouts (devices and extended attributes).
 
 Files are compared by content rather than by time, because an agent may set times. Blocks are shared if the file system
 supports reflinks, but never through hard links, because a sandbox must not write to the image.

@@ -60,7 +60,7 @@ def prepare(lowers: Sequence[str], layer: str, merged: str) -> Overlay | None:
         return None
     if os.geteuid() == 0 or not works(os.path.dirname(layer)):
         return None
-    remove_tree(f"{layer}/work")  # a mark left by an earlier volatile mount makes the next mount fail
+    remove_tree(f"{layer}/work")  # a marker left by an earlier volatile mount makes the next mount fail
     for path in (f"{layer}/upper", f"{layer}/work", merged):
         os.makedirs(path, mode=0o755, exist_ok=True)
     for name in MOUNT_POINTS:
@@ -74,7 +74,7 @@ def argv_prefix(mounted: Overlay, spec: SandboxSpec, namespace: Sequence[str] | 
     """Returns the argv prefix that enters new namespaces, mounts an overlay and becomes the spec's user.
 
     Args:
-        namespace: Argv prefix that enters a user namespace. Default: that of :func:`unshare`.
+        namespace: Argv prefix that enters a user namespace. Default: the prefix of :func:`unshare`.
     """
     script = f'{_MOUNT} && cd / && shift 3 || exit 1; {set_namespace_limits(spec)}exec "$@"'
     prefix = [*_enter(namespace), "/bin/sh", "-c", script, "sh", *mounted]

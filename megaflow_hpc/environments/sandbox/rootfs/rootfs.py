@@ -2,8 +2,8 @@
 
 Every image is a list of trees, topmost first: unpacked layers over an unpacked SIF or a directory. The kernel stacks
 them as the lower directories of an overlay. If no overlay can be mounted, the image is unpacked as one tree, and every
-sandbox gets a copy of it. Reasons are an old kernel, scratch on a network file system, or containers that only root can
-start.
+sandbox gets a copy of it. Possible reasons are an old kernel, scratch on a network file system, or containers that only
+root can start.
 """
 
 from __future__ import annotations
@@ -130,8 +130,7 @@ class RootfsFactory:
 
     @property
     def writes(self) -> Writes:
-        """Storage of the sandboxes' writes: an overlay if one can be mounted on scratch, otherwise a copy of the
-        image."""
+        """Storage for sandboxes' writes: an overlay if one can be mounted on scratch, otherwise a copy of the image."""
         if self._writes is None:
             self._writes = self._decide_writes()
         return self._writes

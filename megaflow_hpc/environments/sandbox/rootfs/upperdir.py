@@ -2,8 +2,8 @@
 
 The overlay's upper directory stores the agent's changes and belongs to the user who runs the campaign. Before tests
 run, the directory is renamed, and a new one gets the changes that the tests may see (:func:`sift`, :func:`keep_only`).
-All other files then revert to those of the image. The agent controls the contents of the layer, so no function in this
-module follows symlinks in it.
+All other files then revert to the image's versions. The agent controls the contents of the layer, so no function in
+this module follows symlinks in it.
 
 ``image`` is a view of all layers of the image (images/layers/view.py).
 """
@@ -58,7 +58,7 @@ class KeepRules:
         return any(_at_or_below(path, name) for name in (*self.programs, *self.loaded, *prefixes) if name)
 
     def within(self, image: LayerView) -> KeepRules:
-        """Returns the rules with the targets of their paths added. Follows symlinks of the image."""
+        """Returns the rules with each path that is a symlink in the image supplemented by its target."""
 
         def both(paths: Sequence[str]) -> list[str]:
             targets = [_resolved(image, path) for path in paths]
@@ -145,8 +145,8 @@ def sift(upper: Path, image: LayerView, rules: KeepRules) -> Sifted:
 def keep_only(upper: Path, aside: Path, paths: Iterable[str], image: LayerView | None = None) -> list[str]:
     """Renames the layer to ``aside`` and moves only ``paths`` back to a new layer. Returns the paths that were moved.
 
-    Moving preserves deletions (the overlay's whiteouts) and times. Paths behind a symlink of the agent stay in
-    ``aside``. Parent directories get their mode from the image, if they exist there.
+    Moving preserves whiteouts and times. Paths behind a symlink of the agent stay in ``aside``. Parent directories get
+    their mode from the image, if they exist there.
     """
     open_to_owner(upper)
     os.rename(upper, aside)
@@ -278,7 +278,7 @@ def _is_directory(path: Path) -> bool:
 
 
 def _remove(path: Path) -> bool:
-    """Removes a path and its deletion mark. Returns whether either existed."""
+    """Removes a path and its whiteout. Returns whether either existed."""
     existing = [each for each in (path, path.with_name(DELETED + path.name)) if os.path.lexists(each)]
     for each in existing:
         remove_tree(each)

@@ -158,7 +158,7 @@ class WritableLayer:
 def has_nothing_at(paths: LayerPaths, path: str) -> bool:
     """Returns whether the absolute ``path`` is missing, or is an empty directory that only the layer has.
 
-    Returns ``False`` if the path contains a symlink or a deletion, or if it may exist in the image. No process may be
+    Returns ``False`` if the path contains a symlink or a whiteout, or if it may exist in the image. No process may be
     running in the sandbox. Symlinks of the layer are not followed.
     """
     parts = PurePosixPath(path).parts[1:]
