@@ -129,7 +129,7 @@ class TokenSequence:
 
 
 UNROUTED = b"\xff"
-"""Byte that fills the experts of a token if the engine reported no experts for it."""
+"""Byte that fills the expert numbers of a token if the engine reported none for it."""
 _COLUMNS = ("tokens", "logprobs", "loss_mask", "weight_versions")
 
 
