@@ -113,9 +113,9 @@ _FILE_REMEDIES = {
 }
 
 
-def file_error(error: OSError) -> str:
-    """Returns a message for an error of the file system, with its path and a remedy."""
-    if error.errno is None:
+def file_error(error: Exception) -> str:
+    """Returns the message of an error. An error of the file system gets its path and a remedy."""
+    if not isinstance(error, OSError) or error.errno is None:
         return str(error)
     # A failed write names no file. Name the full file system instead, if it is one of the usual ones.
     place = error.filename or (", ".join(_full_directories()) if error.errno == errno.ENOSPC else "")

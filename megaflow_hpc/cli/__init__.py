@@ -153,11 +153,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _carry_out(arguments: argparse.Namespace) -> int:
     try:
         return int(arguments.run(arguments) or 0)
-    except MegaflowError as error:
-        if arguments.debug:
-            raise
-        note(f"megaflow-hpc: {error}")
-        return error.exit_status
     except ModuleNotFoundError as error:
         lacking = missing_package(error)
         if arguments.debug or lacking is None:
@@ -167,11 +162,11 @@ def _carry_out(arguments: argparse.Namespace) -> int:
     except BrokenPipeError:  # the reader closed the pipe; that is not an error
         _close_stdout()
         return 0
-    except OSError as error:
+    except (MegaflowError, OSError) as error:
         if arguments.debug:
             raise
         note(f"megaflow-hpc: {file_error(error)}")
-        return ConfigError.exit_status
+        return getattr(error, "exit_status", ConfigError.exit_status)
 
 
 def _flushed(status: int) -> int:

@@ -69,7 +69,7 @@ def register(subparsers: Subparsers) -> None:
             "none: the site's default",
         )
     resume.add_argument("--no-wait", action="store_true", help="submit and return")
-    add_launcher(resume, "on this machine if the run has only run there, else ")
+    add_launcher(resume)
 
     extend = add_verb(
         subparsers,

@@ -60,10 +60,8 @@ def start_and_follow(run: Any, arguments: argparse.Namespace, start: Callable[[]
                 try:
                     with under_way(f"{what} {run.path}"):
                         step()
-                except OSError as error:
+                except (OSError, MegaflowError) as error:
                     note(file_error(error))
-                except MegaflowError as error:
-                    note(f"{error}")
         except KeyboardInterrupt:
             note("stopped at once: nothing was gathered")
         note(f"continue with: megaflow-hpc resume {run.path}")
@@ -139,14 +137,13 @@ def say_notices(*of: Any) -> None:
         each.notices.clear()
 
 
-def add_launcher(parser: argparse.ArgumentParser, first: str = "") -> None:
-    """Adds ``--launcher`` and ``--ranks``. ``first`` is the rule of ``auto`` that precedes the others."""
+def add_launcher(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--launcher",
         choices=("auto", "local", "slurm"),
         default="auto",
-        help=f"where pods and engines run; auto (the default): {first}on Slurm if it is available, else on this "
-        "machine, unless the file has a slurm: section",
+        help="where pods and engines run; auto (the default): a run that has only run on this machine continues here, "
+        "others run on Slurm if it is available, else on this machine, unless the file has a slurm: section",
     )
     parser.add_argument(
         "--ranks", type=whole(1), default=1, metavar="N", help="with --launcher local: MPI ranks of the pod (1: no MPI)"
