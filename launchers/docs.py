@@ -94,8 +94,10 @@ SETS = """\
 `megaflow-hpc tasks import NAME` reads these sets ([how](../how-to/swebench.md#import-a-set-by-name)). The numbers come
 from each set's own pages. A cell is empty if no page states its value.
 
-The MegaFlow paper (arXiv 2601.07526, section D.1) trains on ten sources, 58,771 tasks. No copy of its list could be
-read when this table was made, so no row claims to be one of them. Sets that are not public have no row.
+The MegaFlow paper ([arXiv 2601.07526](https://arxiv.org/abs/2601.07526), table 1) names ten sets: SWE-bench, SWE-Gym,
+SWE-rebench, SWE-smith, SWE-bench Multilingual, Multi-SWE-bench, Multi-SWE-RL, SWE-bench-Live, SWE-Flow and
+Terminal-Bench. Each has a row, and eight are read. Its training (table 2) took 2,438 tasks of SWE-Gym, 21,336 of
+SWE-rebench, 4,723 of Multi-SWE-RL, and 30,274 that are not public.
 
 """
 

@@ -808,3 +808,15 @@ def test_every_registered_set_has_facts_and_a_place(capsys: pytest.CaptureFixtur
         assert each.sources or unknown, f"{name}: facts without a source"
     assert imports("--list", "--json") == 0
     assert {row["name"] for row in json.loads(capsys.readouterr().out)} == set(task_sets())
+
+
+def test_the_ten_sets_of_the_megaflow_paper_are_read_or_have_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """Table 1 of arXiv 2601.07526v2."""
+    read = ["swe-bench", "swe-gym", "swe-rebench", "swe-smith", "swe-bench-multilingual", "multi-swe-bench"]
+    read += ["multi-swe-rl", "swe-bench-live"]
+    unread = {"swe-flow": "name no file to download", "terminal-bench": "convert a copy with: harbor task migrate"}
+    assert all(task_sets()[name].format == "swebench" for name in read)
+    for name, reason in unread.items():
+        assert imports(name, "-o", "none") == 2
+        assert f"{name}: not read: " in (err := capsys.readouterr().err)
+        assert reason in err
