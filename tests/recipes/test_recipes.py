@@ -52,6 +52,11 @@ def test_a_rehearsal_gives_its_rewards(made: Path, name: str, recipes_python: Pa
     assert (made / "page" / "index.html").stat().st_size > 10_000
     for command in recipe.after:
         typed(recipes_python, made, command)
+    if name == "text-games":
+        with open_trajectories(result["run"]) as store:
+            seen = [line for m in store[0].trajectory().messages for line in str(m["content"]).splitlines()]
+        assert any(line.startswith("-= ") for line in seen)
+        assert all(re.search("[A-Za-z]", line) for line in seen), "the banner of a game costs tokens and says nothing"
     if name == "synthesis":
         kept = [json.loads(line)["messages"] for line in (made / "sft.jsonl").read_text().splitlines()]
         assert len(kept) == 9, "one of each kind, although each was answered twice"

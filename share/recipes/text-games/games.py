@@ -79,9 +79,9 @@ class Game:
             self.text = self._read()
 
     def _read(self):
-        lines = [line.rstrip() for line in self._state.feedback.splitlines()]
-        lines = [line for line in lines if "$$" not in line and not line.startswith(">") and "\\____" not in line]
-        return re.sub(r"\n{2,}", "\n", "\n".join(lines)).strip()
+        lines = (line.rstrip() for line in self._state.feedback.splitlines())
+        # The banner of a game is a picture, whose lines have no letters.
+        return "\n".join(line for line in lines if re.search("[A-Za-z0-9]", line) and not line.startswith(">"))
 
     @property
     def points(self):
