@@ -1,14 +1,18 @@
 """What a small published model scores in the recipes that need no GPU's speed, through real vLLM on two cores.
 
     python -m tests.bench.recipes MODEL reasoning [functions text-games …] [--samples 1] [--max-tokens 256]
-        [--folder DIRECTORY]
+        [--include PATTERN] [--max-turns TURNS] [--folder DIRECTORY]
+    python -m tests.bench.recipes MODEL reasoning --train STEPS [--batch 4]
 
 MODEL is a model directory: ``launchers/packaged_model.py`` makes SmolLM2-135M-Instruct. Run it by the interpreter that
 ``launchers/recipes-env.sh`` prints. Each recipe is written by ``init --recipe``, its tasks are made, and its
 ``campaign.yaml`` runs with this model in place of its own, for each role of a team, under the local launcher. The last
-line of a recipe is its mean reward with a 99 % interval, and its seconds.
+lines of a recipe are the means of its rewards with 99 % intervals, and its seconds. The intervals assume rewards of 0
+and 1; for parts of 1 they are wider than needed.
 
 ``synthesis`` evaluates the model, samples and filters its answers, fine-tunes it on them, and evaluates it again.
+``team`` is evaluated on its test puzzles; the reward ``right`` is the checker's. With ``--train``, ``training.yaml``
+runs for so many steps instead, without evaluations.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from megaflow_hpc import Campaign, open_trajectories
@@ -51,30 +56,55 @@ def fields(content: dict[str, Any], model: Path, asked: argparse.Namespace) -> d
         policy |= {"path": str(model), "gpus": 0, "args": args}
     content["agent"].setdefault("args", {})["max_tokens"] = asked.max_tokens
     content["agent"]["timeout_s"] = 1800
+    if asked.max_turns and "max_turns" in content["agent"]:
+        content["agent"]["max_turns"] = asked.max_turns
     content["samples"] = asked.samples
+    if not asked.train:
+        content.pop("training", None)
+    source = content["tasks"][0]
+    content["tasks"] = [source := source if isinstance(source, dict) else {"path": source}]
+    if asked.include:
+        source["include"] = asked.include
     images = content.get("environment", {}).get("images", {})
     images |= {name: required("MEGAFLOW_TEST_BASE_SIF") for name in images if name in ("base", "python")}
     return content
+
+
+def training(content: dict[str, Any], asked: argparse.Namespace) -> None:
+    """Changes a recipe's training to a few small steps on a CPU."""
+    content["training"] |= {"steps": asked.train, "batch": asked.batch}
+    content["training"].pop("evaluate", None)
+    for policy in content["training"]["policies"].values():
+        policy |= {"dtype": "float32", "recompute": False, "microbatch": 2048}
+    content["slurm"]["trainer"] = {"gpus": 0, "mem_gb": 8}
 
 
 def measure(name: str, folder: Path, model: Path, asked: argparse.Namespace, file: str = "campaign.yaml") -> Path:
     """Runs a recipe's campaign file, prints its figure, and returns its run."""
     os.chdir(folder)
     content = fields(yaml.safe_load(Path(file).read_text()), model, asked)
+    if asked.train:
+        training(content, asked)
+    if name == "team":
+        content["tasks"][0]["path"] = "checked:CheckedTestPuzzle"
     Path(f"small-{file}").write_text(yaml.safe_dump(content, sort_keys=False))
     began = time.monotonic()
     run = Campaign.from_yaml(f"small-{file}").plan(launcher="local")
     run.start("local")
     run.wait()
+    seconds = time.monotonic() - began
     with open_trajectories(run.path) as store:
-        rewards, statuses = store.column("reward"), store.column("status")
-        low, high = interval(rewards)
-    print(
-        f"{name}, {file}, {model.name}: mean reward {rewards.mean():.3f} ({low:.3f} – {high:.3f}) of {len(rewards)} "
-        f"rollouts, above 0: {(rewards > 0).sum()}, {dict(Counter(map(str, statuses)))}, "
-        f"{time.monotonic() - began:.0f} s, {run.path}",
-        flush=True,
-    )
+        scores = {each: store.column(f"rewards/{each}") for each in store.reward_names if each != "reward"}
+        scores = {"reward": store.column("reward"), **scores}
+        statuses = Counter(map(str, store.column("status")))
+    for each, values in scores.items():
+        stored = values[~np.isnan(values)]
+        low, high = interval(stored)
+        print(
+            f"{name}, {file}, {model.name}: mean {each} {stored.mean():.3f} ({low:.3f} – {high:.3f}) of {len(stored)} "
+            f"rollouts, above 0: {(stored > 0).sum()}, {dict(statuses)}, {seconds:.0f} s, {run.path}",
+            flush=True,
+        )
     return run.path
 
 
@@ -84,6 +114,10 @@ def main() -> None:
     parser.add_argument("recipes", nargs="+")
     parser.add_argument("--samples", type=int, default=1, help="rollouts of each task")
     parser.add_argument("--max-tokens", type=int, default=256, help="maximum length of an answer")
+    parser.add_argument("--include", action="append", help="pattern of the tasks to run; all by default")
+    parser.add_argument("--max-turns", type=int, help="maximum number of turns, where the recipe sets one")
+    parser.add_argument("--train", type=int, default=0, metavar="STEPS", help="run training.yaml for so many steps")
+    parser.add_argument("--batch", type=int, default=4, help="groups in a step of training")
     parser.add_argument("--folder", type=Path, help="working directory, made if it is missing")
     asked = parser.parse_args()
     for name, value in SMALL.items():
@@ -97,7 +131,7 @@ def main() -> None:
             if name == "synthesis":
                 _synthesis(at, asked)
             else:
-                measure(name, at, asked.model.absolute(), asked)
+                measure(name, at, asked.model.absolute(), asked, "training.yaml" if asked.train else "campaign.yaml")
 
 
 def _synthesis(at: Path, asked: argparse.Namespace) -> None:
