@@ -60,8 +60,8 @@ LONG_HELP = 5
 VARIABLES = """\
 # Variables
 
-What can be set in the environment, as `megaflow-hpc help variables` prints it. Jobs take the variables of the shell
-that submitted them.
+`megaflow-hpc help variables` prints this list. In brackets: what reads the variable. Jobs take the variables of the
+shell that submitted them.
 
 """
 

@@ -181,11 +181,10 @@ INTERNAL: Mapping[str, str] = {
 
 
 def markdown() -> str:
-    """Returns the Markdown tables of docs/reference/variables.md."""
+    """Returns the Markdown lists of docs/reference/variables.md."""
     parts = []
     for title, variables in VARIABLES.items():
-        head = ["| variable | means | default | read by |", "| --- | --- | --- | --- |"]
-        parts += [f"## {title[0].upper()}{title[1:]}", "", *head]
-        parts += [f"| `{PREFIX}{v.name}` | {v.meaning} | {v.default} | {v.reader} |" for v in variables]
+        parts += [f"## {title[0].upper()}{title[1:]}", ""]
+        parts += [f"- `{PREFIX}{v.name}` ({v.reader}): {v.meaning}; default: {v.default}" for v in variables]
         parts.append("")
     return "\n".join(parts)

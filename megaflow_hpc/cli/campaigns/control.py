@@ -79,8 +79,8 @@ def register(subparsers: Subparsers) -> None:
         examples=["extend RUN", "extend latest more-tasks.yaml", "resume RUN"],
         description="Edit tasks, samples or environment.images in the campaign file, then extend the run: it gets the "
         "rollouts that it lacks, and megaflow-hpc resume runs them. A run that was planned with --only gets only those "
-        "that match it. Removes nothing. Other edits are refused, because they would make the rollouts of one run "
-        "differ. Pods must have ended.",
+        "that match it. Removes nothing. Other edits are refused: rollouts of one run would differ. Pods must have "
+        "ended.",
     )
     add_run(extend)
     extend.add_argument(

@@ -43,10 +43,9 @@ def register(subparsers: Subparsers) -> None:
         _init,
         "write a campaign file for this site",
         examples=["init", "init experiments/first.yaml", "init --force", "init --recipe reasoning first"],
-        description="Writes a commented campaign file of at most 40 lines. It contains this site's partitions, "
-        "accounts and walltimes, the tasks next to it, and a model if one is available. Asks no questions. Values that "
-        "it cannot determine are comments. With --recipe it writes all files of a recipe, whose campaign gets this "
-        "site's partitions, account and walltimes.",
+        description="Writes a commented campaign file with this site's partitions, accounts and walltimes, the tasks "
+        "next to it, and a model if one is available. Asks no questions. Unknown values are comments. With --recipe it "
+        "writes all files of a recipe, for this site.",
     )
     init.add_argument(
         "path",
@@ -63,9 +62,9 @@ def register(subparsers: Subparsers) -> None:
         _check,
         "find errors in a campaign file",
         examples=["check campaign.yaml", "check campaign.yaml --no-site --json"],
-        description="Reads a campaign file with its tasks and models, and reports every error with file, line and "
-        "remedy. Then it checks the campaign against this site: partitions, walltimes, limits and sandboxes. Creates, "
-        "fetches and submits nothing.",
+        description="Reports every error of a campaign file, its tasks and models, with line and remedy. Then checks "
+        "the campaign against this site: partitions, walltimes, limits and sandboxes. Creates, fetches and submits "
+        "nothing.",
     )
     check.add_argument("campaign", metavar="CAMPAIGN", help="campaign file (YAML)")
     check.add_argument("--no-site", action="store_true", help="check only the file, without Slurm and Apptainer")
@@ -77,8 +76,8 @@ def register(subparsers: Subparsers) -> None:
         _plan,
         "create the run directory and submit nothing",
         examples=["plan campaign.yaml", "plan campaign.yaml --only 'fix-*/default/0' --run-dir runs/trial"],
-        description="Checks the campaign file, its tasks and the site, creates the run directory and prints it. On "
-        "stderr it prints the commands that submit the run by hand.",
+        description="Checks the campaign, creates the run directory and prints it. On stderr it prints the commands "
+        "that submit the run by hand.",
     )
     _add_campaign(plan)
 
@@ -101,8 +100,8 @@ def register(subparsers: Subparsers) -> None:
         _submit,
         "submit the campaign and return",
         examples=["submit campaign.yaml --dry-run", "submit campaign.yaml"],
-        description="Plans the campaign, submits its jobs and prints the run directory and the jobs. You may close "
-        "the terminal. Follow the run with megaflow-hpc watch RUN.",
+        description="Plans the campaign, submits its jobs and prints the run directory and the jobs. Follow the run "
+        "with megaflow-hpc watch RUN.",
     )
     _add_campaign(submit)
     _add_dry_run(submit)

@@ -46,10 +46,9 @@ def register(subparsers: Subparsers) -> None:
             "compact RUN --drop-journals --dry-run",
             "compact RUN --drop-journals --yes",
         ],
-        description="Rewrites the file without superseded attempts, in place or to --output. With "
-        "--drop-journals it instead removes the journals of a finished run, after verifying that its file holds "
-        "all of them. This cannot be undone, and the run cannot be resumed afterwards. Asks for confirmation on a "
-        "terminal, and otherwise requires --yes.",
+        description="Rewrites the file without superseded attempts, in place or to --output. With --drop-journals it "
+        "instead removes the journals of a finished run, after verifying that its file holds all of them. The run "
+        "cannot be resumed afterwards. Asks for confirmation on a terminal, and otherwise requires --yes.",
     )
     add_run(compact, file=True)
     add_output(compact, "write to FILE instead of in place", metavar="FILE")
@@ -63,7 +62,7 @@ def register(subparsers: Subparsers) -> None:
     compact.add_argument(
         "--drop-journals",
         action="store_true",
-        help="remove the journals of a finished RUN after verifying that its trajectories.h5 holds them",
+        help="remove the journals of a finished RUN",
     )
     compact.add_argument("--dry-run", action="store_true", help="with --drop-journals: print what would be removed")
     compact.add_argument("--yes", action="store_true", help="with --drop-journals: do not ask")

@@ -17,15 +17,15 @@ from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.resources import docs
 
 IMPORT = """\
-NAME[@VERSION] is a task set of --list. Its files come from the Hugging Face Hub or a git archive, or from the directory
---from DIR. A download that broke off continues when the command is repeated, and each file's SHA-256 is recorded in
-DIR/NAME.source.json. HF_ENDPOINT and HF_TOKEN are honoured. Parquet files need pip install 'megaflow-hpc[export]'.
+NAME[@VERSION] is a task set of --list. Its files come from the Hugging Face Hub (HF_ENDPOINT, HF_TOKEN) or a git
+archive, or from --from DIR. Repeated, it continues a download that broke off. Each file's SHA-256 is recorded in
+DIR/NAME.source.json. Parquet files need pip install 'megaflow-hpc[export]'.
 
 X.jsonl: reads JSON lines of SWE-bench, SWE-Gym, SWE-rebench, SWE-bench-Live, SWE-smith or Multi-SWE-bench, and reports
 how each instance is tested: script (the command of the line or of the swebench package, which parses the log) or named
-(pytest with the test ids). Leaves out lines that cannot be read or tested, and reports their number and reasons. With
---output, writes the instances to DIR/NAME.jsonl in a uniform format, with the values of the options. A campaign reads
-such files directly, imported or not: tasks: [{path: X.jsonl}].
+(pytest with the test ids). Leaves out lines that cannot be read or tested, and reports why. With --output, writes the
+instances to DIR/NAME.jsonl in a uniform format, with the values of the options. A campaign also reads X.jsonl itself:
+tasks: [{path: X.jsonl}].
 """
 
 BUILD = f"""\
@@ -43,9 +43,8 @@ then, in a campaign file:
 
 VALIDATE = """\
 Each task runs twice in fresh sandboxes: unchanged (reward 0 expected) and with its solution (reward 1 expected). For
-tasks made by tasks build, single tests are compared too: a named test must fail before, not just be missing.
-Sandboxes and verification follow the campaign file of --campaign, or the defaults. Tasks that cannot be read are
-reported and left out. Exit status 1 if a task is invalid or left out.
+tasks made by tasks build, single tests are compared too: a named test must fail before, not just be missing. Tasks that
+cannot be read are reported and left out. Exit status 1 if a task is invalid or left out.
 
 SOURCE is a task directory, a directory of tasks, or another source that a campaign's "tasks:" can name: a quoted
 pattern, a module:Class, or a JSONL file.

@@ -49,17 +49,15 @@ SHOWN = 10
 """Number of rollouts to list for each reason."""
 
 DESCRIPTION = """\
-Scores the verified rollouts of a run again, from what is stored. Nothing is sampled. The new rewards are written to
-RUN/rewards/NAME, and the campaign's own rewards stay. Readers see the new ones as rewards named NAME and NAME.PART. The
-verb can be repeated: after Ctrl-C, a lost node or an error it continues with the rollouts that have no reward of this
-name yet.
+Scores the verified rollouts of a run again, from what is stored. Nothing is sampled. New rewards are written to
+RUN/rewards/NAME, and read as rewards named NAME and NAME.PART; the campaign's own rewards stay. Repeated after Ctrl-C,
+a lost node or an error, it continues with the rollouts that have no reward of this name yet.
 
-Without --with, each task's own verification runs again, with the tests or the class that the task has today, on the
-files that the agent left: the stored patch in a fresh sandbox. With --with, a function of yours, a class or a rubric
-scores the stored conversation. A rollout whose record lacks something is listed with the reason and left alone.
+Without --with, each task's verification runs again, as the task is today, on the stored patch in a fresh sandbox. With
+--with, a function of yours, a class or a rubric scores the stored conversation. A rollout whose record lacks something
+is listed with the reason and left alone.
 
-The verb works where it is called, and starts the campaign's judges there unless they still serve. Several processes
-share the work by --share.
+It runs where it is called, and starts the campaign's judges there unless they still serve.
 """
 
 

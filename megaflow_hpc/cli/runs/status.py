@@ -97,11 +97,11 @@ def register(subparsers: Subparsers) -> None:
         "watch",
         _watch,
         "follow a run live: progress, rollouts, pods, engines, failures",
-        description="Shows a run live on a terminal: progress and time left, rollouts with the slowest and the stuck "
-        "at the top, pods, engines, failures by cause and node. Enter opens a rollout with its growing transcript "
-        "and its log; ? lists the keys; q quits, and the campaign continues. Into a file or pipe, prints "
-        "lines until the campaign ends. Reads only files, and queries Slurm at most twice a minute. While open, it "
-        "submits pods that the site's limits did not allow before, and releases engine servers on demand.",
+        description="Shows a run live on a terminal: progress, rollouts (the slowest and the stuck first), pods, "
+        "engines, failures by cause and node. Enter opens a rollout's transcript and log; ? lists the keys; q quits, "
+        "and the campaign continues. Into a file or pipe, prints lines until the campaign ends. Queries Slurm at most "
+        "twice a minute. While open, it submits pods that the site's limits did not allow before, and releases engine "
+        "servers on demand.",
         examples=["watch RUN", "watch latest --json", "watch RUN --lines"],
     )
     add_run(watch)
@@ -114,9 +114,8 @@ def register(subparsers: Subparsers) -> None:
         _usage,
         "show core-hours and GPU-hours of runs, and their sum",
         examples=["usage RUN", "usage runs/*", "usage latest --json"],
-        description="Sums the resources that the jobs of each run held from the start to the end of an allocation, "
-        "according to Slurm's accounting. A pod is idle while none of its rollouts runs, an engine server while no "
-        "rollout runs at all. JSON values are in seconds.",
+        description="Sums what the jobs of each run held, according to Slurm's accounting. A pod is idle while none of "
+        "its rollouts runs, an engine server while no rollout runs at all. JSON values are in seconds.",
     )
     add_run(usage, nargs="+")
 

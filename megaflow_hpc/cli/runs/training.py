@@ -37,10 +37,10 @@ def register(subparsers: Subparsers) -> None:
         "predict the memory and time that a training needs",
         examples=["training fit campaign.yaml", "training fit campaign.yaml --gpus 8 --gpu-memory 80 --json"],
         description="Predicts the peak memory of each GPU by its parts, the memory of a node, and the sizes of "
-        "checkpoints and weight versions. Reads only the model's config.json and the headers of its safetensors, and "
-        "needs neither torch nor a GPU. Assumes that all experts get the same number of tokens. Add some GB for the "
-        "CUDA context, NCCL and fragmentation. If the training does not fit, names changes that make it fit. "
-        "The time of a million tokens assumes a quarter of the peak of slurm.trainer.gpu_type, and no communication.",
+        "checkpoints and weight versions, and names changes that make the training fit. Reads only the model's "
+        "config.json and the headers of its safetensors. Assumes that all experts get the same number of tokens. Add "
+        "some GB for the CUDA context, NCCL and fragmentation. The time of a million tokens assumes a quarter of the "
+        "peak of slurm.trainer.gpu_type, and no communication.",
     )
     fit.add_argument("campaign", metavar="CAMPAIGN", help="campaign file (YAML) with a section training")
     fit.add_argument("--gpus", type=whole(1), metavar="N", help="GPUs on each node; default: slurm.trainer.gpus")
@@ -57,9 +57,9 @@ def register(subparsers: Subparsers) -> None:
         _skip,
         "leave a step, or one of its rollouts, out of the training",
         examples=["training skip RUN 12", "training skip RUN 12 fix-17/default/3 --cause 'wrong reward'"],
-        description="Commits the step without training on it, or trains it without one rollout. Rollouts are never "
-        "lost: they stay in the run and are gathered. A committed step cannot be skipped. The record "
-        "(RUN/training/POLICY/amendments) never changes, so a restarted trainer skips the same.",
+        description="Commits the step without training on it, or trains it without one rollout. Rollouts stay in the "
+        "run and are gathered. A committed step cannot be skipped. A restarted trainer skips the same "
+        "(RUN/training/POLICY/amendments).",
     )
     add_run(skip)
     skip.add_argument("step", metavar="STEP", type=whole(1), help="number of the step, as in status")

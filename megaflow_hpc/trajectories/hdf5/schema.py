@@ -89,7 +89,7 @@ class ColumnGroup(NamedTuple):
 GROUPS = (
     ColumnGroup(
         "trajectories",
-        "One row per rollout, in commit order. `n` rows.",
+        "One row per rollout, in commit order. `n` rows. Unknown measurements are NaN.",
         (
             ("id", STRING, "n", "`<task_id>/<policy>/<sample_index>`, from round 1 on `<task_id>@<round>/…`; unique"),
             ("task_id", STRING, "n", "the task"),
@@ -126,27 +126,27 @@ GROUPS = (
             ),
             ("reward", "float32", "n", "NaN unless verified"),
             ("started_at", "float64", "n", "seconds UTC since 1970"),
-            ("finished_at", "float64", "n", "seconds UTC since 1970"),
-            ("setup_s", "float32", "n", "seconds until the agent started: sandbox and files; NaN if unknown"),
+            ("finished_at", "float64", "n", "the same"),
+            ("setup_s", "float32", "n", "seconds until the agent started: sandbox and files"),
             (
                 "agent_s",
                 "float32",
                 "n",
-                "seconds in the agent, including its model calls and commands; NaN if unknown",
+                "seconds in the agent, including its model calls and commands",
             ),
-            ("verify_s", "float32", "n", "seconds in the verifier; NaN if unknown or not verified"),
-            ("cpu_s", "float32", "n", "CPU seconds of all processes in its sandboxes; NaN if unknown"),
+            ("verify_s", "float32", "n", "seconds in the verifier"),
+            ("cpu_s", "float32", "n", "CPU seconds of all processes in its sandboxes"),
             (
                 "memory_peak_mb",
                 "float32",
                 "n",
-                "peak memory of any of its sandboxes, in MB (10^6 bytes); NaN if unknown",
+                "peak memory of any of its sandboxes, in MB (10^6 bytes)",
             ),
             (
                 "disk_peak_mb",
                 "float32",
                 "n",
-                "peak disk usage of any of its sandboxes, in MB (10^6 bytes); NaN if unknown",
+                "peak disk usage of any of its sandboxes, in MB",
             ),
             ("sequence_offset", "int64", "n+1", "into `/sequences`"),
             ("turn_offset", "int64", "n+1", "into `/turns`"),
@@ -167,13 +167,13 @@ GROUPS = (
                 "weight_version_min",
                 "int32",
                 "m",
-                "lowest weight version that sampled one of its tokens; -1 if none was sampled",
+                "lowest weight version that sampled one of its tokens; -1 if none",
             ),
             (
                 "weight_version_max",
                 "int32",
                 "m",
-                "highest weight version that sampled one of its tokens; -1 if none was sampled",
+                "highest such version",
             ),
             ("expert_layers", "int32", "m", "layers of `/experts`; 0 if the engine reported no experts"),
             ("experts_per_token", "int32", "m", "number of experts that a layer chose for each token"),
@@ -228,10 +228,9 @@ GROUPS = (
     ColumnGroup(
         "messages",
         "Every message of every model call. Message i is the UTF-8 JSON text `json[offset[i]:offset[i+1]]`, an object "
-        "in OpenAI message form; the bytes are compressed by the dataset's deflate filter, so a reader sees plain "
-        "JSON. The messages of a trajectory form a tree, because conversations share their common beginning. The "
-        "conversation of a call is its answer, `/turns/message`, and the chain of messages before it by `parent`. `q` "
-        "messages.",
+        "in OpenAI message form. The messages of a trajectory form a tree, because conversations share their common "
+        "beginning. The conversation of a call is its answer, `/turns/message`, and the chain of messages before it by "
+        "`parent`. `q` messages.",
         (
             (
                 "parent",
@@ -272,8 +271,8 @@ GROUPS = (
     ),
     ColumnGroup(
         "images",
-        "Every image that a model was shown, each once in the file, however many rollouts and calls show it. Image i "
-        "is the file `bytes[offset[i]:offset[i+1]]`. An image part of a message names it: "
+        "Every image that a model was shown, each once in the file. Image i is the file "
+        "`bytes[offset[i]:offset[i+1]]`. An image part of a message names it: "
         '`{"type": "image_url", "image_url": {"url": "sha256:<hex>"}}`. Images at the address of another host are not '
         "stored. `i` images.",
         (
@@ -377,13 +376,12 @@ _TEXT_CHUNK = 1 << 20
 
 
 def markdown() -> str:
-    """Returns the schema as Markdown tables for docs/reference/trajectory-format.md."""
-    lines = ["| root attribute | holds |", "| --- | --- |"]
-    lines += [f"| `{name}` | {doc} |" for name, doc in ROOT_ATTRIBUTES]
+    """Returns the schema as Markdown lists for docs/reference/trajectory-format.md."""
+    lines = ["Root attributes:", ""]
+    lines += [f"- `{name}`: {doc}" for name, doc in ROOT_ATTRIBUTES]
     for group in GROUPS:
-        lines += ["", f"### `/{group.name}`", "", group.doc, "", "| dataset | type | length | holds |"]
-        lines += ["| --- | --- | --- | --- |"]
-        lines += [f"| `{name}` | {dtype} | {extent} | {doc} |" for name, dtype, extent, doc in group.columns]
+        lines += ["", f"### `/{group.name}`", "", group.doc, ""]
+        lines += [f"- `{name}: {dtype}[{extent}]`: {doc}" for name, dtype, extent, doc in group.columns]
     lines += ["", "### `/rewards/<name>`", "", REWARDS_DOC]
     return "\n".join(lines) + "\n"
 
