@@ -303,11 +303,9 @@ class Dataflow:
             as they arrive, regardless of staleness, and requests no further rollouts.
         say: called with a line about what a step is waiting for, at most every 30 s. By default, the line is logged.
         agree: broadcasts rank 0's value to all ranks, so that all ranks apply the same amendments. Required if there
-            are several ranks, because each rank may otherwise read different amendments when a step starts.
-
-    Attributes:
-        agree: the function ``agree``, for values that JSON can represent. All ranks must call it the same number of
-            times, because :meth:`steps` calls it too.
+            are several ranks, because each rank may otherwise read different amendments when a step starts. Also an
+            attribute, for values that JSON can represent. All ranks must call it the same number of times, because
+            :meth:`steps` calls it too.
 
     Raises:
         ConfigError: the run or the policy is missing, the policy has no model that can be trained, the campaign has no
