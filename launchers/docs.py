@@ -91,12 +91,12 @@ follow. The rehearsal takes seconds and no model: right solutions must get rewar
 SETS = """\
 # Task sets by name
 
-`megaflow-hpc tasks import NAME` reads these sets ([how](../how-to/swebench.md#import-a-set-by-name)). The numbers come
-from each set's own pages. A cell is empty if no page states its value.
+`megaflow-hpc tasks import NAME` reads these sets ([how](../how-to/swebench.md#import-a-set-by-name)). The numbers and
+licences come from each set's own pages, and are left out if no page states them.
 
 The MegaFlow paper ([arXiv 2601.07526](https://arxiv.org/abs/2601.07526), table 1) names ten sets: SWE-bench, SWE-Gym,
 SWE-rebench, SWE-smith, SWE-bench Multilingual, Multi-SWE-bench, Multi-SWE-RL, SWE-bench-Live, SWE-Flow and
-Terminal-Bench. Each has a row, and eight are read. Its training (table 2) took 2,438 tasks of SWE-Gym, 21,336 of
+Terminal-Bench. All are listed, and eight are read. Its training (table 2) took 2,438 tasks of SWE-Gym, 21,336 of
 SWE-rebench, 4,723 of Multi-SWE-RL, and 30,274 that are not public.
 
 """
@@ -184,14 +184,13 @@ def sets() -> Iterator[str]:
     """Yields the lines of the page on task sets."""
     from megaflow_hpc.tasks.sets.download import task_sets
 
-    head = ("name", "set", "tasks", "download, bytes", "images", "all images, bytes", "licence", "read as")
-    yield from (f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}")
     for name, each in sorted(task_sets().items()):
-        numbers = [f"{n:,}" if isinstance(n, int) else "" for n in (each.tasks, each.bytes, each.image_bytes)]
-        licence, images = (text.replace("unknown", "") for text in (each.licence, each.images))
-        read = each.format or f"not read: {each.unread}"
-        cells = (f"`{name}`", f"[{each.title}]({each.page})", numbers[0], numbers[1], images, numbers[2], licence, read)
-        yield f"| {' | '.join(cells)} |"
+        numbers = ((each.tasks, "tasks"), (each.bytes, "bytes to download"), (each.image_bytes, "bytes of images"))
+        parts = [f"{number:,} {what}" for number, what in numbers if number and isinstance(number, int)]
+        parts += [f"images: {each.images}"] if each.images not in ("", "unknown") else []
+        parts += [f"licence: {each.licence}"] if each.licence not in ("", "unknown") else []
+        parts.append(f"read as {each.format}" if each.format else f"not read: {each.unread}")
+        yield f"- `{name}` ([{each.title}]({each.page})): {'; '.join(parts)}"
     yield ""
 
 
