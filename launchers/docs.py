@@ -265,7 +265,8 @@ def _helps(parser: argparse.ArgumentParser, level: int, seen: dict[str, str]) ->
     usage.add_usage(None, required, [], "")
     heading = " ".join(usage.format_help().split()).removeprefix(f"{parser.prog} ")
     heading = name if heading == parser.prog else f"{name} {heading}"
-    arguments, repeated = [], dict[str, list[str]]()
+    arguments: list[argparse.Action] = []
+    repeated: dict[str, list[str]] = {}
     for action in parser._actions:
         text = action.help or ""
         if action.dest in COMMON_OPTIONS or text in COMMON_ARGUMENTS or text == argparse.SUPPRESS:
