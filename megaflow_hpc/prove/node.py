@@ -300,10 +300,10 @@ def _gpus() -> int | None:
 
 def left(mark: str) -> list[str]:
     """Returns the command lines of this user's processes that mention ``mark``, except processes of this job."""
-    found, own = [], {os.getpid()}
-    pid = os.getpid()
-    while pid := parent(pid):
+    found, own, pid = [], set[int](), os.getpid()
+    while pid:
         own.add(pid)
+        pid = parent(pid)
     for entry in os.listdir("/proc"):
         if not entry.isdecimal() or int(entry) in own:
             continue

@@ -126,9 +126,11 @@ class ProofSite:
         tasks = [{"path": "megaflow_hpc.prove.work:ProofTask", "limit": rollouts}]
         return fields | {"name": f"prove-{name}", "tasks": tasks, "environment": environment, "slurm": slurm}
 
-    def start(self, name: str, fields: Mapping[str, Any]) -> Run:
-        """Submits a trial's campaign."""
-        campaign = Campaign(**fields)
+    def start(
+        self, name: str, time: float, *, slots: int = 2, nodes: int = 1, rollouts: int = 6, **sections: Any
+    ) -> Run:
+        """Submits a trial's campaign with additional ``sections``. The other arguments are those of :meth:`fields`."""
+        campaign = Campaign(**self.fields(name, time, slots, nodes, rollouts), **sections)
         campaign.base = self.campaign.base
         run = campaign.submit(run_dir=self.folder / name)
         self.runs.append(run)
@@ -226,7 +228,8 @@ def nodes_findings(folder: Path, expected: int, report: ProofReport) -> Iterator
         return
     nodes = [result["here"] for result in results]
     names = sorted({facts["node"] for facts in nodes})
-    yield Finding("nodes", "ok" if len(names) > 1 else "warn", f"{len(names)} nodes were tested", _one_node(names))
+    alone = "" if len(names) > 1 else "the partition has one node; use a larger one to test several nodes"
+    yield Finding("nodes", "warn" if alone else "ok", f"{len(names)} nodes were tested", alone)
     for key in ("machine", "kernel", "python", "shared_file_system", "scratch_type", "scratch_gb", "gpus"):
         report.facts[key] = ", ".join(sorted({str(facts.get(key)) for facts in nodes}))
     for facts in nodes:
@@ -237,10 +240,6 @@ def nodes_findings(folder: Path, expected: int, report: ProofReport) -> Iterator
 def _results(folder: Path) -> list[dict[str, Any]]:
     """Returns the result of each task of a job."""
     return [json.loads(path.read_bytes()) for path in sorted((folder / "shared").glob("result.*.json"))]
-
-
-def _one_node(names: list[str]) -> str:
-    return "" if len(names) > 1 else "the partition has one node; use a larger one to test several nodes"
 
 
 def _node(facts: Mapping[str, Any]) -> Iterator[Finding]:
@@ -285,20 +284,23 @@ def _findings_between_nodes(results: list[dict[str, Any]], report: ProofReport) 
         "appended": "ask the site for close-to-open consistency (NFS without nocto)",
         "rewritten": "ask the site for shorter attribute caches, or set run_dir to another file system",
     }
+    failed = set[str]()
     for step in STEPS[:-1]:
         errors = [result[step]["error"] for result in results if _error(result[step])]
         if errors:
+            failed.add(step)
             yield Finding(step.replace("_", " "), "FAIL", errors[0], remedies[step])
-    if not any(_error(result["new_files"]) for result in results):
+    if "new_files" not in failed:
         yield from _visibility_findings(results, report, remedies["rewritten"])
-    if not any(_error(result["links"]) for result in results):
+    if "links" not in failed:
         taken = sum(result["links"] for result in results)
         good = taken == NAMES
         found = f"{len(results)} nodes claimed {NAMES} names by hard link: {taken} claims succeeded"
         yield Finding("links", "ok" if good else "FAIL", found, "" if good else remedies["links"])
-    if not any(_error(result["renames"]) for result in results):
+    if "renames" not in failed:
         yield Finding("renames", "ok", f"a file stayed complete through {RENAMES} replacements")
-    unreached = [line for result in results for line in _lines(result["network"])]
+    networks = [result["network"] for result in results]
+    unreached = [line for found in networks for line in ([found["error"]] if _error(found) else found)]
     if unreached:
         remedy = "set MEGAFLOW_ADDRESS in slurm.setup to a name that other nodes reach, or open ports between nodes"
         yield Finding("network", "FAIL", f"a node cannot reach another: {unreached[0]}", remedy)
@@ -324,10 +326,6 @@ def _error(value: Any) -> bool:
     return isinstance(value, dict) and "error" in value
 
 
-def _lines(value: Any) -> list[str]:
-    return [value["error"]] if _error(value) else list(value)
-
-
 def _tail(log: Path, lines: int = 3) -> list[str]:
     try:
         return log.read_text(errors="replace").strip().splitlines()[-lines:]
@@ -340,22 +338,18 @@ def _tail(log: Path, lines: int = 3) -> list[str]:
 
 def start_worker(proof: ProofSite) -> Run:
     """Submits a campaign whose agent kills a worker. Its engine server replies from a file."""
-    name = "worker"
     write_atomic(proof.folder / "answers.yaml", yaml.safe_dump({"default": ANSWERS}))
     model = {"engine": "scripted", "script": str(proof.folder / "answers.yaml"), "gpus": int(proof.engines_have_gpus)}
     agent = {"name": "megaflow_hpc.prove.work:KillsItsWorker", "args": {"mark": str(proof.folder / "killed")}}
-    fields = proof.fields(name, CAMPAIGN_MINUTES, nodes=proof.pod_nodes)
-    return proof.start(name, fields | {"model": model, "agent": agent})
+    return proof.start("worker", CAMPAIGN_MINUTES, nodes=proof.pod_nodes, model=model, agent=agent)
 
 
 def start_walltime(proof: ProofSite) -> Run:
     """Submits a campaign whose rollouts need more than one walltime."""
-    name = "walltime"
     usable_s = proof.walltime(USABLE_S) * 60 - proof.campaign.config.slurm.lead_s
     rollouts = math.ceil(usable_s / WAIT_S) + 1  # one more than a pod can start before it drains
-    fields = proof.fields(name, USABLE_S / 60, slots=1, rollouts=rollouts)
     agent = {"name": "megaflow_hpc.prove.work:Waits", "args": {"seconds": WAIT_S}}
-    return proof.start(name, fields | {"agent": agent})
+    return proof.start("walltime", USABLE_S / 60, slots=1, rollouts=rollouts, agent=agent)
 
 
 def start_model(proof: ProofSite) -> Run | None:
@@ -365,12 +359,10 @@ def start_model(proof: ProofSite) -> Run | None:
     model = next((m for m in models.values() if m.get("engine", "vllm") not in ("scripted", "replay")), None)
     if model is None:
         return None
-    name = "model"
-    fields = proof.fields(name, CAMPAIGN_MINUTES, rollouts=2)
     agent = {"name": "megaflow_hpc.agents.example:MyAgent", "max_turns": 2, "max_tokens": 512}
     dropped = ("agent", "samples", "servers", "also", "include")
     model = {key: value for key, value in model.items() if key not in dropped}
-    return proof.start(name, fields | {"model": model, "agent": agent})
+    return proof.start("model", CAMPAIGN_MINUTES, rollouts=2, model=model, agent=agent)
 
 
 STARTS: dict[str, Callable[[ProofSite], Run | None]] = {
@@ -383,13 +375,9 @@ STARTS: dict[str, Callable[[ProofSite], Run | None]] = {
 
 def start_preempted(proof: ProofSite) -> Run:
     """Submits a campaign whose pod is to be preempted."""
-    name = "preemption"
-    fields = proof.fields(name, CAMPAIGN_MINUTES, slots=1)
-    agent = {
-        "name": "megaflow_hpc.prove.work:Waits",
-        "args": {"seconds": PREEMPTION_S, "mark": str(proof.folder / "waits")},
-    }
-    return proof.start(name, fields | {"agent": agent})
+    waits = {"seconds": PREEMPTION_S, "mark": str(proof.folder / "waits")}
+    agent = {"name": "megaflow_hpc.prove.work:Waits", "args": waits}
+    return proof.start("preemption", CAMPAIGN_MINUTES, slots=1, agent=agent)
 
 
 def preemption_findings(proof: ProofSite, run: Run, options: list[str], report: ProofReport) -> Iterator[Finding]:
@@ -426,14 +414,8 @@ def _preempt(proof: ProofSite, run: Run, options: list[str]) -> None:
         if (proof.folder / "waits").exists():
             node = next((pod["node"] for pod in status["pods"] if pod["running"]), "")
     write_atomic(proof.folder / "preempt.sh", "#!/bin/bash\nsleep 20\n")
-    wanted = [
-        f"--nodelist={node}",
-        "--exclusive",
-        "--time=2",
-        "--job-name=prove-preempt",
-        f"--output={proof.folder}/%j",
-    ]
-    proof.submit(*wanted, *options, str(proof.folder / "preempt.sh"))
+    wanted = ["--exclusive", "--time=2", "--job-name=prove-preempt", f"--output={proof.folder}/%j"]
+    proof.submit(f"--nodelist={node}", *wanted, *options, str(proof.folder / "preempt.sh"))
 
 
 REQUEUE = (
@@ -462,12 +444,15 @@ def campaign_findings(proof: ProofSite, run: Run, report: ProofReport) -> Iterat
     except _RequeueRefusedError as error:
         yield Finding(name, "FAIL", f"Slurm refuses to requeue the pod: {error}", _remedy(run, name))
         return
-    except (TimeoutError, MegaflowError) as error:
-        lines = [str(error)] if not isinstance(error, TimeoutError) else [f"not finished after {proof.wait_s:.0f} s"]
+    except TimeoutError:
         status = run.status()
-        queued = isinstance(error, TimeoutError) and not status["pods"]
-        remedy = QUEUED if queued else _remedy(run, name)
-        yield Finding(name, "FAIL", "; ".join([*lines, *(["no pod has started"] * queued), *causes(status)]), remedy)
+        lines, remedy = [f"not finished after {proof.wait_s:.0f} s"], _remedy(run, name)
+        if not status["pods"]:
+            lines, remedy = [*lines, "no pod has started"], QUEUED
+        yield Finding(name, "FAIL", "; ".join([*lines, *causes(status)]), remedy)
+        return
+    except MegaflowError as error:
+        yield Finding(name, "FAIL", "; ".join([str(error), *causes(run.status())]), _remedy(run, name))
         return
     if result["state"] != "finished":
         yield Finding(name, "FAIL", "; ".join(["it did not finish", *causes(result)]), _remedy(run, name))
@@ -537,8 +522,7 @@ def _stored(proof: ProofSite, run: Run, name: str, result: Mapping[str, Any], re
         found = f"Slurm did not requeue the pod ({_refusal(run)}); {replaced} new jobs took its place"
         yield Finding(name, "FAIL", found, _remedy(run, name))
     elif starts < 2:
-        found = "its pod started only once, so this was not tested"
-        yield Finding(name, "warn", found, REMEDIES[name])
+        yield Finding(name, "warn", "its pod started only once, so this was not tested", REMEDIES[name])
     else:
         yield Finding(name, "ok", f"{len(rows)} rollouts in {starts} starts of a pod, each stored once")
 
@@ -581,9 +565,8 @@ def left_findings(folder: Path) -> Iterator[Finding]:
     """Reports processes that the trials left behind on nodes."""
     results = _results(folder)
     if not results:
-        yield Finding(
-            "clean", "warn", "the nodes could not be searched for leftover processes", f"read {folder / 'job.log'}"
-        )
+        found = "the nodes could not be searched for leftover processes"
+        yield Finding("clean", "warn", found, f"read {folder / 'job.log'}")
         return
     left = [line for result in results for line in result["left"]]
     if left:

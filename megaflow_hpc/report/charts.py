@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -19,7 +20,6 @@ from megaflow_hpc.report.comparison import Difference, compare, labels_of
 from megaflow_hpc.report.figures import RunFigures
 from megaflow_hpc.report.policies import STAGES
 from megaflow_hpc.report.rollouts import PHASES
-from megaflow_hpc.report.series import Spread
 from megaflow_hpc.report.timeline import MAX_POD_ROWS, Bar, PodFigures
 from megaflow_hpc.texts import in_one_line
 
@@ -131,9 +131,23 @@ def tooltip(**fields: str) -> list[Spec]:
     return channels
 
 
-def series_name(label: str, policy: str, runs: Named) -> str:
-    """Returns the shortest unambiguous label for a policy of a run."""
-    return policy if len(runs) == 1 else f"{label}: {policy}"
+def chart_of(name: str, title: str, note: str, values: Data, *, wide: bool = False, **more: Any) -> Chart | None:
+    """Builds a chart of data rows, or returns ``None`` if there are none. Other arguments are those of
+    :func:`spec_of`."""
+    return Chart(name=name, title=title, note=note, spec=spec_of(values, **more), wide=wide) if values else None
+
+
+def labelled(runs: Named, path: str, name: str = "policy") -> Iterator[tuple[str, Any]]:
+    """Yields (shortest unambiguous label, item) of each item in a list of every run's figures.
+
+    Args:
+        path: The list's attribute in the figures, such as ``cost.roles``.
+        name: Attribute of an item that labels it within its run.
+    """
+    for label, run in runs:
+        for item in attrgetter(path)(run):
+            own = getattr(item, name)
+            yield own if len(runs) == 1 else f"{label}: {own}", item
 
 
 def by_series() -> Spec:
@@ -202,19 +216,16 @@ def _intervals(values: Data, x: Spec, value: str, tip: Sequence[Spec]) -> Spec:
 
 def _of_policies(runs: Named, name: str) -> Data:
     """Flattens the list field ``name`` of every policy's figures into data rows."""
-    rows = []
-    for label, run in runs:
-        for policy in run.policies:
-            series = series_name(label, policy.policy, runs)
-            rows += [{"series": series, **msgspec.to_builtins(item)} for item in getattr(policy, name)]
-    return rows
+    return [
+        {"series": series, **msgspec.to_builtins(item)}
+        for series, policy in labelled(runs, "policies")
+        for item in getattr(policy, name)
+    ]
 
 
 def _histogram(
     name: str, title: str, note: str, values: Data, runs: Named, scale: dict[str, Any] | None = None
 ) -> Chart | None:
-    if not values:
-        return None
     axis = {}
     lows = {value["low"] for value in values}
     bars_of_one = [value for value in values if value["high"] - value["low"] == 1]
@@ -235,7 +246,7 @@ def _histogram(
         ],
     }
     mark = {"type": "bar", "opacity": 0.65 if len(runs) > 1 else 1.0, "binSpacing": 1}
-    return Chart(name=title.lower(), title=title, note=note, spec=spec_of(values, mark=mark, encoding=encoding))
+    return chart_of(title.lower(), title, note, values, mark=mark, encoding=encoding)
 
 
 def rewards(runs: Named) -> Chart | None:
@@ -265,29 +276,27 @@ def use(runs: Named) -> Iterator[Chart | None]:
     yield _histogram("MB", "Memory of rollouts", note, _of_policies(runs, "memory_bins"), runs)
 
 
-def training(runs: Named) -> Iterator[Chart]:
+def training(runs: Named) -> Iterator[Chart | None]:
     """Yields a chart of each training metric over training steps."""
     titles = {"reward": "Reward", "passed": "Share that passed", "staleness": "Staleness", "entropy": "Entropy"}
     titles |= {"clipped": "Share clipped", "mismatch": "Mismatch", "tokens_per_s": "Tokens per second"}
     for metric, title in titles.items():
-        values = []
-        for label, run in runs:
-            for curve in run.training:
-                if curve.metric == metric:
-                    series = series_name(label, curve.policy, runs)
-                    for step, value in zip(curve.steps, curve.values, strict=True):
-                        values.append({"series": series, "step": step, "value": value})
-        if values:
-            tiny: dict[str, Any] = {"axis": {"format": "~e"}} if metric == "mismatch" else {}
-            encoding = {
-                "x": channel("step"),
-                "y": channel("value", title=metric, **tiny),
-                "color": by_series(),
-                "tooltip": tooltip(series="N", step="", value=".4g"),
-            }
-            spec = spec_of(values, mark={"type": "line"}, encoding=encoding, height=180)
-            note = "One value for each committed step."
-            yield Chart(name=f"training-{metric}", title=f"{title} over steps", note=note, spec=spec)
+        values = [
+            {"series": series, "step": step, "value": value}
+            for series, curve in labelled(runs, "training")
+            if curve.metric == metric
+            for step, value in zip(curve.steps, curve.values, strict=True)
+        ]
+        tiny: dict[str, Any] = {"axis": {"format": "~e"}} if metric == "mismatch" else {}
+        encoding = {
+            "x": channel("step"),
+            "y": channel("value", title=metric, **tiny),
+            "color": by_series(),
+            "tooltip": tooltip(series="N", step="", value=".4g"),
+        }
+        how: Spec = {"mark": {"type": "line"}, "encoding": encoding, "height": 180}
+        note = "One value for each committed step."
+        yield chart_of(f"training-{metric}", f"{title} over steps", note, values, **how)
 
 
 TASKS_SHOWN = 40
@@ -384,8 +393,6 @@ def concurrency(runs: Named) -> Chart | None:
         for series in ("running", "waiting", "slots"):
             for at, value in zip(run.concurrency.at, getattr(run.concurrency, series), strict=False):
                 values.append({"run": label, "series": series, "at": at / seconds, "value": value})
-    if not values:
-        return None
     encoding = {
         "x": channel("at", title=f"{unit} from the first rollout's start"),
         "y": channel("value", title="rollouts", scale={"type": "symlog"}),
@@ -398,8 +405,8 @@ def concurrency(runs: Named) -> Chart | None:
         "Running rollouts, rollouts that have not started, and slots of all workers. Attempts that were lost with "
         "their pod are not counted."
     )
-    spec = spec_of(values, mark={"type": "line", "interpolate": "step-after"}, encoding=encoding)
-    return Chart(name="concurrency", title="Concurrency and queue", note=note, spec=spec, wide=True)
+    mark = {"type": "line", "interpolate": "step-after"}
+    return chart_of("concurrency", "Concurrency and queue", note, values, wide=True, mark=mark, encoding=encoding)
 
 
 def _unit(seconds: float) -> tuple[float, str]:
@@ -413,12 +420,7 @@ def phases(runs: Named) -> Chart | None:
         "Environment: preparation of the sandbox and its files. Model: calls, including waits for an engine. Agent: "
         "its own work and its commands. Evaluation: the verifier. Other: the rest, until the rollout ended."
     )
-    values = []
-    for label, run in runs:
-        for phase in run.phases:
-            series = series_name(label, phase.policy, runs)
-            values.append(_stack_row(series, phase.phase, phase.seconds, phase.share, PHASE_COLOURS))
-    return _stacked("phases", "Where the seconds go", note, values, PHASE_COLOURS)
+    return _stacked("phases", "Where the seconds go", note, runs, "phase", PHASE_COLOURS)
 
 
 def stages(runs: Named) -> Chart | None:
@@ -427,24 +429,16 @@ def stages(runs: Named) -> Chart | None:
         "From the planning of the campaign to each rollout's end, in the four phases of the MegaFlow paper (arXiv "
         "2601.07526, figure 5). Scheduling: Slurm's queue, the start of pods and engines, the wait for a slot."
     )
+    return _stacked("latency", "Latency", note, runs, "stage", STAGE_COLOURS)
+
+
+def _stacked(name: str, title: str, note: str, runs: Named, part: str, colours: Mapping[str, str]) -> Chart | None:
+    """Charts a stacked bar per policy, with the mean seconds of each part: ``phase`` or ``stage``."""
     values = []
-    for label, run in runs:
-        for stage in run.stages:
-            series = series_name(label, stage.policy, runs)
-            values.append(_stack_row(series, stage.stage, stage.seconds, stage.share, STAGE_COLOURS))
-    return _stacked("latency", "Latency", note, values, STAGE_COLOURS)
-
-
-def _stack_row(series: str, part: str, seconds: Spread, share: float, colours: Mapping[str, str]) -> dict[str, Any]:
-    order = list(colours).index(part)
-    numbers = {"mean": seconds.mean, "p50": seconds.p50, "p90": seconds.p90}
-    return {"series": series, "part": part, "order": order, "share": share, **numbers}
-
-
-def _stacked(name: str, title: str, note: str, values: Data, colours: Mapping[str, str]) -> Chart | None:
-    """Charts a stacked bar per policy, with the mean seconds of each part."""
-    if not values:
-        return None
+    for series, item in labelled(runs, f"{part}s"):
+        own, seconds = getattr(item, part), item.seconds
+        row = {"series": series, "part": own, "order": list(colours).index(own), "share": item.share}
+        values.append({**row, "mean": seconds.mean, "p50": seconds.p50, "p90": seconds.p90})
     scale = {"domain": list(colours), "range": list(colours.values())}
     encoding = {
         "y": channel("series", "N", None),
@@ -453,8 +447,8 @@ def _stacked(name: str, title: str, note: str, values: Data, colours: Mapping[st
         "order": channel("order"),
         "tooltip": tooltip(series="N", part="N", mean=".2f", p50=".2f", p90=".2f", share=".1%"),
     }
-    spec = spec_of(values, mark="bar", encoding=encoding, height=height_of(values, "series", 34))
-    return Chart(name=name, title=title, note=note, spec=spec)
+    height = height_of(values, "series", 34)
+    return chart_of(name, title, note, values, mark="bar", encoding=encoding, height=height)
 
 
 def failures(runs: Named) -> Chart | None:
@@ -464,8 +458,6 @@ def failures(runs: Named) -> Chart | None:
         for what, counts in (("failed", run.failures_by_kind), ("repeated", run.repeated)):
             for cause, count in counts.items():
                 values.append({"run": label, "cause": cause or "unknown", "what": what, "count": count})
-    if not values:
-        return None
     scale = {"domain": ["failed", "repeated"], "range": [OUTCOMES["failed"], OUTCOMES["truncated"]]}
     encoding = {
         "y": channel("cause", "N", None, sort="-x"),
@@ -473,16 +465,16 @@ def failures(runs: Named) -> Chart | None:
         "color": channel("what", "N", None, scale=scale),
         "tooltip": tooltip(run="N", cause="N", what="N", count=""),
     }
-    spec = spec_of(values, mark="bar", encoding=encoding, height=height_of(values, "cause", 26))
+    how: Spec = {"mark": "bar", "encoding": encoding, "height": height_of(values, "cause", 26)}
     if len(runs) > 1:
         encoding["row"] = channel("run", "N", None)
-        spec |= FACET_WIDTH
-    return Chart(name="failures", title="Failures", note="By cause. A repeated attempt may have succeeded.", spec=spec)
+        how |= FACET_WIDTH
+    return chart_of("failures", "Failures", "By cause. A repeated attempt may have succeeded.", values, **how)
 
 
 def tasks(runs: Named) -> Chart | None:
     """Charts the slowest tasks by policy. Only for a single run, because the table compares several runs."""
-    if len(runs) > 1 or not runs[0][1].tasks:
+    if len(runs) > 1:
         return None
     values = []
     for task in sorted(runs[0][1].tasks, key=lambda task: -task.seconds)[:TASKS_SHOWN]:
@@ -494,21 +486,17 @@ def tasks(runs: Named) -> Chart | None:
         "color": by_series(),
         "tooltip": tooltip(task="N", series="N", seconds="", mean="", samples=""),
     }
-    spec = spec_of(values, mark={"type": "point", "opacity": 0.8, "size": 70}, encoding=encoding)
-    spec["height"] = height_of(values, "task", 16)
-    return Chart(name="slow-tasks", title="Slowest tasks", note="Median over a task's samples.", spec=spec)
+    mark = {"type": "point", "opacity": 0.8, "size": 70}
+    how: Spec = {"mark": mark, "encoding": encoding, "height": height_of(values, "task", 16)}
+    return chart_of("slow-tasks", "Slowest tasks", "Median over a task's samples.", values, **how)
 
 
 def cost(runs: Named) -> Chart | None:
     """Charts the hours held by each role."""
     values: Data = []
-    for label, run in runs:
-        for role in run.cost.roles:
-            name = series_name(label, role.role, runs)
-            values += _hours(name, "core-hours", role.core_hours, role.idle_core_hours)
-            values += _hours(name, "GPU-hours", role.gpu_hours, role.idle_gpu_hours)
-    if not values:
-        return None
+    for name, role in labelled(runs, "cost.roles", "role"):
+        values += _hours(name, "core-hours", role.core_hours, role.idle_core_hours)
+        values += _hours(name, "GPU-hours", role.gpu_hours, role.idle_gpu_hours)
     encoding = {
         "y": channel("role", "N", None),
         "x": channel("hours", title="hours"),
@@ -516,12 +504,12 @@ def cost(runs: Named) -> Chart | None:
         "color": by_series(),
         "tooltip": tooltip(role="N", what="N", series="N", hours=".4f"),
     }
-    spec = spec_of(values, mark="bar", encoding=encoding, height={"step": 26}, resolve={"scale": {"x": "independent"}})
-    spec |= FACET_WIDTH
+    how: Spec = {"mark": "bar", "encoding": encoding, "height": {"step": 26}, **FACET_WIDTH}
+    how["resolve"] = {"scale": {"x": "independent"}}
     note = (
         "Hours held by jobs, by role, and with accounting the idle part: a pod is idle while none of its rollouts runs."
     )
-    return Chart(name="cost", title="Core-hours and GPU-hours", note=note, spec=spec)
+    return chart_of("cost", "Core-hours and GPU-hours", note, values, **how)
 
 
 def _hours(role: str, what: str, hours: float, idle: float | None) -> Data:
@@ -532,15 +520,12 @@ def _hours(role: str, what: str, hours: float, idle: float | None) -> Data:
 def efficiency(runs: Named) -> Chart | None:
     """Charts the share of held resources that jobs used."""
     values = []
-    for label, run in runs:
-        for job in run.cost.jobs:
-            shares = {"cpu used of held": job.cpu_efficiency, "memory peak of asked": job.memory_efficiency}
-            for what, share in shares.items():
-                if share is not None:
-                    row = {"series": series_name(label, job.role, runs), "what": what, "share": share}
-                    values.append({**row, "job": job.job, "hours": job.seconds / 3600})
-    if not values:
-        return None
+    for series, job in labelled(runs, "cost.jobs", "role"):
+        shares = {"cpu used of held": job.cpu_efficiency, "memory peak of asked": job.memory_efficiency}
+        for what, share in shares.items():
+            if share is not None:
+                row = {"series": series, "what": what, "share": share}
+                values.append({**row, "job": job.job, "hours": job.seconds / 3600})
     encoding = {
         "x": channel("share", title=None, axis={"format": "%"}, scale={"domainMin": 0}),
         "y": channel("series", "N", None),
@@ -548,10 +533,10 @@ def efficiency(runs: Named) -> Chart | None:
         "row": channel("what", "N", None),
         "tooltip": tooltip(job="N", share=".1%", hours=".3f"),
     }
-    spec = spec_of(values, mark={"type": "tick", "thickness": 2}, encoding=encoding, height={"step": 30})
-    spec |= FACET_WIDTH
+    mark = {"type": "tick", "thickness": 2}
+    how: Spec = {"mark": mark, "encoding": encoding, "height": {"step": 30}, **FACET_WIDTH}
     note = "One mark for each start of a job, with the numbers that seff shows."
-    return Chart(name="efficiency", title="CPU and memory of jobs", note=note, spec=spec)
+    return chart_of("efficiency", "CPU and memory of jobs", note, values, **how)
 
 
 def charts_of(
@@ -569,16 +554,13 @@ def charts_of(
     """
     bars = [[]] * len(runs) if bars is None else bars
     differences = compare(runs) if differences is None else differences
-    labels = labels_of(runs)
-    named = list(zip(labels, runs, strict=True))
-    timelines = []
-    for label, run, own in zip(labels, runs, bars, strict=True):
-        timelines.append(timeline(label, run, own, several=len(runs) > 1))
+    named = list(zip(labels_of(runs), runs, strict=True))
+    several = len(runs) > 1
     charts = (
         pass_at(named),
         mean_differences(differences),
         rewards(named),
-        *timelines,
+        *(timeline(label, run, own, several) for (label, run), own in zip(named, bars, strict=True)),
         concurrency(named),
         phases(named),
         stages(named),
@@ -612,13 +594,7 @@ def _with_legend(spec: Spec) -> Spec:
 
 def _printable(chart: Chart) -> Chart:
     """Returns the chart without control characters, NaN and infinity, which SVG and JSON cannot represent."""
-    return Chart(
-        name=chart.name,
-        title=in_one_line(chart.title),
-        note=chart.note,
-        spec=_clean(_with_legend(chart.spec)),
-        wide=chart.wide,
-    )
+    return msgspec.structs.replace(chart, title=in_one_line(chart.title), spec=_clean(_with_legend(chart.spec)))
 
 
 def _clean(value: Any) -> Any:

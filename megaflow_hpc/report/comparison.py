@@ -114,18 +114,16 @@ def compare(runs: Sequence[RunFigures], by: Axis | None = None, against: str | N
     """
     rewards = _rewards_of(runs)
     bases = {axis: list(dict.fromkeys(_value(arm, axis) for arm in rewards if _on(arm, axis))) for axis in AXES}
-    axes = [axis for axis in AXES if by in (None, axis)]
+    axes = [axis for axis in AXES if by in (None, axis) and bases[axis]]
     if against is not None:
+        there = "; ".join(f"{axis}: {', '.join(bases[axis])}" for axis in axes)
         axes = [axis for axis in axes if against in bases[axis]]
         if not axes:
-            there = "; ".join(
-                f"{axis}: {', '.join(bases[axis])}" for axis in AXES if by in (None, axis) and bases[axis]
-            )
             raise ConfigError(f"--against {against}: expected one of {there or 'no value'}")
     seen = set()
     differences = []
     for axis in axes:
-        base = bases[axis][0] if bases[axis] and against is None else against
+        base = bases[axis][0] if against is None else against
         for where, arm, other in _pairs([arm for arm in rewards if _on(arm, axis)], axis, base):
             if (arm, other) not in seen:  # with one agent per run, comparing runs already compares agents
                 seen.add((arm, other))
@@ -172,13 +170,12 @@ def _rewards_of(runs: Sequence[RunFigures]) -> dict[_Arm, dict[str, float]]:
     }
 
 
-def _pairs(arms: Sequence[_Arm], axis: Axis, base: str | None) -> Iterator[tuple[dict[Axis, str], _Arm, _Arm]]:
+def _pairs(arms: Sequence[_Arm], axis: Axis, base: str) -> Iterator[tuple[dict[Axis, str], _Arm, _Arm]]:
     """Yields (fixed values of other axes, arm, arm of ``base`` with the same fixed values)."""
     values = {_value(arm, axis) for arm in arms}
-    others = [other for other in AXES if other != axis]
     fixed = [
         other
-        for other in others
+        for other in AXES
         if any(len({_value(arm, other) for arm in arms if _value(arm, axis) == value}) > 1 for value in values)
     ]
     against = {tuple(_value(arm, other) for other in fixed): arm for arm in arms if _value(arm, axis) == base}

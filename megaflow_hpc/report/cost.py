@@ -111,17 +111,13 @@ def cost_of(
     if run:
         cost.usd = significant(spent_usd(_accounts(run)))
     for held in (cost, *cost.roles):
-        held.price = _price(held, prices)
+        if prices.core_hour is not None or prices.gpu_hour is not None:
+            price = held.core_hours * (prices.core_hour or 0.0) + held.gpu_hours * (prices.gpu_hour or 0.0)
+            held.price = significant(price)
     if cost.price is not None:
         cost.price_per_rollout = significant(cost.price / stored) if stored else None
         cost.price_per_passed = significant(cost.price / passed) if passed else None
     return cost
-
-
-def _price(held: HeldHours, prices: Prices) -> float | None:
-    if prices.core_hour is None and prices.gpu_hour is None:
-        return None
-    return significant(held.core_hours * (prices.core_hour or 0.0) + held.gpu_hours * (prices.gpu_hour or 0.0))
 
 
 def _of_accounting(uses: Sequence[JobUse], rollouts: Iterable[tuple[str, Span]]) -> Cost:
@@ -171,9 +167,9 @@ def _figures(use: JobUse) -> JobFigures:
 
 def _mean(weighted: Sequence[tuple[float | None, float]]) -> float | None:
     """Returns the weighted mean of the known values. ``None`` if all are unknown."""
-    known_values = [(value, weight) for value, weight in weighted if value is not None]
-    total = sum(weight for _, weight in known_values)
-    return significant(sum(value * weight for value, weight in known_values) / total) if total else None
+    known = [(value, weight) for value, weight in weighted if value is not None]
+    total = sum(weight for _, weight in known)
+    return significant(sum(value * weight for value, weight in known) / total) if total else None
 
 
 def _of_reports(run: RunDir) -> Cost:

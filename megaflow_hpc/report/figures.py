@@ -150,10 +150,7 @@ class LoadedRun:
             began = float(rows.started_at.min())
             seconds = float(ended[-1] - began)
             tail_seconds = float(ended[-1] - ended[int(0.95 * (len(rows) - 1))])
-        stages: list[LatencyStage] = []
         grows = bool(record.campaign.get("training"))
-        if not grows:
-            stages = stages_of(rows, record.planned_at, self._submitted_at())
         total = max(record.total, len(rows))
         passed = sum(policy.evaluation["passed"] for policy in policies if policy.evaluation)
         attempts = attempt_spans(self.store, rows) if uses else []
@@ -173,7 +170,7 @@ class LoadedRun:
             rollouts_per_hour=significant(len(rows) / seconds * 3600) if seconds else 0.0,
             policies=policies,
             phases=phases_of(rows),
-            stages=stages,
+            stages=[] if grows else stages_of(rows, record.planned_at, self._submitted_at()),
             unphased=int((rows.carried_out & np.isnan(rows.phases["environment"])).sum()),
             concurrency=concurrency_of(rows, events, total, grows),
             pods=pods_of(rows, events),

@@ -206,11 +206,9 @@ def stages_of(rows: RolloutColumns, planned_at: float, submitted_at: float) -> l
         submitted_at: Submission time of the first job in Unix seconds. If it is 0 (unknown), all time before the start
             counts as scheduling.
     """
-    stages: list[LatencyStage] = []
-    if not planned_at:
-        return stages
+    stages = []
     has_startup = rows.carried_out & ~np.isnan(rows.phases["environment"])
-    for policy in rows.policy.names:
+    for policy in rows.policy.names if planned_at else ():
         own = rows.policy.where(policy) & has_startup
         if not own.any():
             continue

@@ -75,19 +75,14 @@ def edges_of(values: Floats, bars: int = 30) -> Floats:
 def histogram(values: Floats, edges: Floats) -> list[Bin]:
     """Returns the non-empty bins of a histogram."""
     counts, _ = np.histogram(values[np.isfinite(values)], edges)
-    bins = []
-    for count, (low, high) in zip(counts.tolist(), pairwise(edges.tolist()), strict=True):
-        if count:
-            bins.append(Bin(low=significant(low), high=significant(high), count=count))
-    return bins
+    return [
+        Bin(low=significant(low), high=significant(high), count=count)
+        for count, (low, high) in zip(counts.tolist(), pairwise(edges.tolist()), strict=True)
+        if count
+    ]
 
 
-def mean_level(
-    starts: Floats,
-    ends: Floats,
-    edges: Floats,
-    weights: Floats | None = None,
-) -> Floats:
+def mean_level(starts: Floats, ends: Floats, edges: Floats, weights: Floats | None = None) -> Floats:
     """Returns the mean number of concurrent spans in each interval. Shape (k).
 
     Args:

@@ -79,8 +79,8 @@ def read_events(run: RunDir) -> Events:
     all_events = Events()
 
     def restart() -> None:
-        all_events.pods, all_events.pod_of = [], {}
-        all_events.repeated, all_events.repeated_on, all_events.models = Counter(), Counter(), {}
+        nonlocal all_events
+        all_events = Events()
 
     for name, events in EventReader(run.events, restart=restart).read():
         if events and isinstance(events[0], Condensed):
@@ -224,15 +224,15 @@ def concurrency_of(rows: RolloutColumns, events: Events, total: int, grows: bool
     # Each rollout waits from the beginning until it starts. Rollouts not stored yet are counted as waiting.
     waiting = mean_level(np.full(len(rows), began), rows.started_at, edges) + (total - len(rows))
     spans = [span for pod in events.pods for span in pod.slot_spans]
-    slots = _slots(spans, edges) if spans else None
-    slot_total = float(slots.sum()) if slots is not None else 0.0
+    slots = _slots(spans, edges) if spans else np.zeros(0)
+    slot_total = float(slots.sum())
     counts, _ = np.histogram(rows.finished_at, edges)
     stretch_s = edges[1] - edges[0]
     return Concurrency(
         at=_list((edges[1:] + edges[:-1]) / 2 - began),
         running=_list(running),
         waiting=[] if grows else _list(waiting),
-        slots=[] if slots is None else _list(slots),
+        slots=_list(slots),
         ended=_list(counts / stretch_s * 3600),
         peak=peak_level(rows.started_at, rows.finished_at),
         slot_use=significant(min(1.0, float(running.sum()) / slot_total)) if slot_total else None,
@@ -247,41 +247,28 @@ def _slots(spans: list[tuple[Span, float]], edges: Floats) -> Floats:
 
 def pods_of(rows: RolloutColumns, events: Events) -> list[PodFigures]:
     """Returns the pods, ordered by start. If there are no events, returns the nodes of the rollouts."""
-    if not len(rows) and not events.pods:
-        return []
-    began = float(rows.started_at.min()) if len(rows) else min(pod.started_at for pod in events.pods)
-    if events.pods:
-        return [
-            PodFigures(
-                pod=pod.name,
-                node=pod.node,
-                state=pod.state,
-                why=pod.why,
-                start=significant(pod.started_at - began),
-                end=significant(pod.last_at - began),
-                slots=pod.slots,
-                rollouts=pod.stored,
-                repeated=events.repeated_on[pod.name],
-            )
-            for pod in sorted(events.pods, key=lambda pod: (pod.started_at, pod.name))
-        ]
-    nodes = []
-    for code, name in enumerate(rows.node.names):
-        own = rows.node.codes == code
-        nodes.append(
-            PodFigures(
-                pod=name or "unknown",
-                node=name,
-                state="",
-                why="",
-                start=significant(float(rows.started_at[own].min()) - began),
-                end=significant(float(rows.finished_at[own].max()) - began),
-                slots=0,
-                rollouts=int(own.sum()),
-                repeated=0,
-            )
+    pods = sorted(events.pods, key=lambda pod: (pod.started_at, pod.name))
+    if not pods:
+        for code, name in enumerate(rows.node.names):
+            own = rows.node.codes == code
+            start, end = float(rows.started_at[own].min()), float(rows.finished_at[own].max())
+            node = PodHistory(name or "unknown", name, state="", started_at=start, last_at=end, stored=int(own.sum()))
+            pods.append(node)
+    began = float(rows.started_at.min()) if len(rows) else min((pod.started_at for pod in pods), default=0.0)
+    return [
+        PodFigures(
+            pod=pod.name,
+            node=pod.node,
+            state=pod.state,
+            why=pod.why,
+            start=significant(pod.started_at - began),
+            end=significant(pod.last_at - began),
+            slots=pod.slots,
+            rollouts=pod.stored,
+            repeated=events.repeated_on[pod.name],
         )
-    return nodes
+        for pod in pods
+    ]
 
 
 def pod_of(rows: RolloutColumns, events: Events, row: int) -> str:

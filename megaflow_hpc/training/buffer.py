@@ -219,8 +219,11 @@ class Buffer:
         for number in numbers(self._run):
             if number < self._first_block or number in self._blocks:
                 continue
-            rollouts = read_block(self._run, number).rollouts
-            ours = [r for r in rollouts if self._is_ours(r)]
+            ours = [
+                rollout
+                for rollout in read_block(self._run, number).rollouts
+                if rollout.task_id not in self._held_out and (not self._owners or rollout.policy in self._owners)
+            ]
             for rollout in ours:
                 name = rollout.group_id
                 if name not in self._settled:
@@ -231,9 +234,6 @@ class Buffer:
             self._blocks[number] = {
                 name for name in self._groups_in[number] if name in self._groups and self._groups[name].block == number
             }
-
-    def _is_ours(self, rollout: Rollout) -> bool:
-        return rollout.task_id not in self._held_out and (self._owners is None or rollout.policy in self._owners)
 
     def _done_blocks(self) -> set[int]:
         """Returns the blocks that are done. The list is reread at intervals, and only while rollouts are missing."""
@@ -263,34 +263,24 @@ class Buffer:
                 index=rollout.sample_index,
                 status="failed",
                 error_kind=LOST,
-                reward=math.nan,
-                rewards={},
-                oldest=-1,
-                newest=-1,
-                tokens=0,
-                longest=0,
-                time_ns=0,
             )
         return len(lost)
 
-    def read(self, place: RecordPlace, scores: Mapping[str, float]) -> tuple[Sample, Arrived] | None:
-        """Reads a rollout that an earlier plan settled. Returns ``None`` if its record is damaged.
+    def read(self, place: RecordPlace, scores: Mapping[str, float] = {}) -> tuple[Sample, Arrived] | None:
+        """Reads a rollout, or returns ``None`` if its record is damaged.
 
         Args:
-            scores: the rollout's rewards from a scorer. Empty if it has no such rewards.
+            scores: the rollout's rewards from a scorer; empty if it has none.
         """
-        read = self._read(place)
-        return read and (scored(read[0], scores) if scores else read[0], read[1])
-
-    def _read(self, place: RecordPlace) -> tuple[Sample, Arrived] | None:
         try:
-            return read_sample(self._sequences, place, self._ordinal)
+            sample, arrived = read_sample(self._sequences, place, self._ordinal)
         except DamagedRecord as error:
             logger.warning("%s; skipped", error)
             return None
+        return (scored(sample, scores) if scores else sample), arrived
 
     def _add(self, place: RecordPlace) -> bool:
-        read = self._read(place)
+        read = self.read(place)
         if read is None or read[0].id not in self._group_of:
             return False
         if self._score and read[0].status in VERIFIED and read[0].tokens:
@@ -417,12 +407,8 @@ def _sample(
     for sequence in sequences:
         column = np.frombuffer(sequence.weight_versions, np.int32)
         column = column[column >= 0]
-        if len(column):
-            lowest, highest = int(column.min()), int(column.max())
-            if lowest == highest:  # faster than ``unique``, which sorts
-                versions.add(lowest)
-            else:
-                versions.update(np.unique(column).tolist())
+        one = len(column) and (column == column[0]).all()  # faster than ``unique``, which sorts
+        versions.update((column[:1] if one else np.unique(column)).tolist())
     ordinals = [ordinal(version) for version in versions]
     return Sample(
         id=trajectory.id,

@@ -376,8 +376,7 @@ class Dataflow:
     @property
     def engine_args(self) -> Mapping[str, Any]:
         """Options of the policy's engine, as in the campaign file."""
-        record = self.record.policies.get(self.policy)
-        return ((record.model if record else None) or {}).get("args") or {}
+        return self.trained.model.get("args") or {}
 
     # --- start and end ---
 

@@ -30,9 +30,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         for names in (("replicas", "context", "tensor"), ("replicas", "expert")):
-            product = 1
-            for name in names:
-                product *= getattr(self, name)
+            product = math.prod(getattr(self, name) for name in names)
             if self.ranks % product:
                 asked = " × ".join(f"{name} {getattr(self, name)}" for name in names)
                 raise ConfigError(

@@ -163,20 +163,22 @@ class Minibatch:
         sequences = [loaded[part.rollout][part.sequence] for part in parts]
         lengths = np.array([part.length for part in parts], np.int64)
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        mask = _joined([np.frombuffer(s.loss_mask, np.uint8) for s in sequences], np.uint8)
-        logprobs = _joined([np.frombuffer(s.logprobs, np.float32) for s in sequences], np.float32)
-        versions = _joined([np.frombuffer(s.weight_versions, np.int32) for s in sequences], np.int32)
+
+        def column(name: str, dtype: type[np.generic]) -> NDArray:
+            return _joined([np.frombuffer(getattr(sequence, name), dtype) for sequence in sequences], dtype)
+
+        mask = column("loss_mask", np.uint8)
         weights = np.repeat(np.array([self._planned[p.rollout].weight for p in parts], np.float32), lengths)
         advantages = _joined(
             [token_advantages(self._planned[part.rollout], part.sequence, part.length) for part in parts], np.float32
         )
         return MicroBatch(
-            tokens=_joined([np.frombuffer(s.tokens, np.int32) for s in sequences], np.int32),
+            tokens=column("tokens", np.int32),
             positions=(np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)).astype(np.int32),
             offsets=offsets,
             mask=mask,
-            logprobs=np.where(mask == 1, logprobs, np.float32(0)),
-            versions=ordinals_of(versions, self._ordinal),
+            logprobs=np.where(mask == 1, column("logprobs", np.float32), np.float32(0)),
+            versions=ordinals_of(column("weight_versions", np.int32), self._ordinal),
             advantages=np.where(mask == 1, advantages, np.float32(0)),
             weights=np.where(mask == 1, weights, np.float32(0)),
             sample=np.array([part.rollout for part in parts], np.int32),

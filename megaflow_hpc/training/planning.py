@@ -97,31 +97,47 @@ class Planner:
         self.lacks = want - len(complete)
         if not complete or not want or (self.lacks > 0 and not last):
             return None
-        settles = max(want, least)
         earlier = self._earlier(complete)
-        choice = self._choose(step, version, complete, settles, due, earlier)
+
+        def choose_among(settles: int) -> Choice:
+            return choose(
+                self._config,
+                complete,
+                version=version,
+                want=settles,
+                replayed=[group for group, _ in self._used],
+                state=self.learned.get("data", {}),
+                random=np.random.default_rng(seed),
+                advantage=self._policy.settings.advantage,
+                pass_threshold=self._policy.pass_threshold,
+                bound=self._bound,
+                due=due,
+                earlier=earlier,
+                roles=self._policy.roles,
+            )
+
+        seed, settles = [self._policy.seed, 2, step], max(want, least)
+        choice = choose_among(settles)
         if replace:
             while len(choice.taken) < want and settles < len(complete):
                 settles += want - len(choice.taken)
-                choice = self._choose(step, version, complete, settles, due, earlier)
+                choice = choose_among(settles)
             if len(choice.taken) < want and not (last or short):
                 self.lacks = want - len(choice.taken)
                 return None
         arrived = dict(self.buffer.arrived)
-        for _, used in self._used:
-            arrived |= used
-        kept = {read[0].id: read[1] for read in self._read.values() if read}
-        arrived |= kept
         stored = {sample.id: sample for group in complete for sample in group.samples}
-        stored |= {sample.id: sample for group, _ in self._used for sample in group.samples}
-        stored |= {read[0].id: read[0] for read in self._read.values() if read}
+        for group, used in self._used:
+            arrived |= used
+            stored |= {sample.id: sample for sample in group.samples}
+        kept = {sample.id: (sample, place) for sample, place in filter(None, self._read.values())}
+        arrived |= {id: place for id, (_, place) in kept.items()}
+        stored |= {id: sample for id, (sample, _) in kept.items()}
         again = {sample.id for group in choice.replayed for sample in group.samples} | kept.keys()
-        groups = [*choice.taken, *choice.replayed]
-        valued = advantages(self._policy.settings, groups, self._policy.roles)
+        groups, roles = [*choice.taken, *choice.replayed], self._policy.roles
+        valued = advantages(self._policy.settings, groups, roles)
         rollouts = [
-            _planned(
-                sample, stored[sample.id], arrived[sample.id], valued[sample.id], sample.id in again, self._policy.roles
-            )
+            _planned(sample, stored[sample.id], arrived[sample.id], valued[sample.id], sample.id in again, roles)
             for group in groups
             for sample in group.samples
             if sample.id in valued and sample.tokens
@@ -143,7 +159,7 @@ class Planner:
         return StepPlan(
             step=step,
             version=version,
-            seed=self._seed(step),
+            seed=seed,
             rollouts=rollouts,
             drops=choice.drops,
             settled=self.buffer.settled,
@@ -152,26 +168,17 @@ class Planner:
             scorer=self._scorer,
         )
 
-    def _seed(self, step: int) -> list[int]:
-        return [self._policy.seed, 2, step]
-
     def _earlier(self, groups: Iterable[SampleGroup]) -> dict[str, list[Sample]]:
         """Reads the kept successes for the groups' tasks. Returns them by task, without damaged records."""
         before, self._read = self._read, {}
-        if not self._keeps_successes:
-            return {}
         tasks = {group.task for group in groups}
         earlier: dict[str, list[Sample]] = {}
         for task, successes in self.learned.get("successes", {}).items():
-            if task not in tasks:
-                continue
-            earlier[task] = []
-            for fields, scores, _ in successes:
+            for fields, scores, _ in successes if task in tasks else ():
                 place = RecordPlace(*fields)
-                read = before[place] if place in before else self.buffer.read(place, scores)
-                self._read[place] = read
+                read = self._read[place] = before[place] if place in before else self.buffer.read(place, scores)
                 if read:
-                    earlier[task].append(read[0])
+                    earlier.setdefault(task, []).append(read[0])
         return earlier
 
     def _with_successes(
@@ -195,35 +202,10 @@ class Planner:
             successes[sample.task] = [*others, *own[-KEPT_SUCCESSES:]]
         return successes
 
-    def _choose(
-        self,
-        step: int,
-        version: int,
-        complete: list[SampleGroup],
-        settles: int,
-        due: Collection[str],
-        earlier: dict[str, list[Sample]],
-    ) -> Choice:
-        return choose(
-            self._config,
-            complete,
-            version=version,
-            want=settles,
-            replayed=[group for group, _ in self._used],
-            state=self.learned.get("data", {}),
-            random=np.random.default_rng(self._seed(step)),
-            advantage=self._policy.settings.advantage,
-            pass_threshold=self._policy.pass_threshold,
-            bound=self._bound,
-            due=due,
-            earlier=earlier,
-            roles=self._policy.roles,
-        )
-
     def has_stale(self, version: int) -> bool:
         """Returns whether a complete group has tokens older than the bound."""
-        oldest = [group.oldest for group in self.buffer.complete() if group.oldest >= 0]
-        return self._bound is not None and any(version - own > self._bound for own in oldest)
+        oldest = min((group.oldest for group in self.buffer.complete() if group.oldest >= 0), default=version)
+        return self._bound is not None and version - oldest > self._bound
 
 
 def _planned(
@@ -396,9 +378,8 @@ class Planning:
             return True
         return False
 
-    def _learned_prompts(self) -> dict[str, object]:
-        learned: dict[str, object] = self._planner.learned.get("prompts", {}) if self._planner else {}
-        return learned
+    def _learned_prompts(self) -> dict[str, Any]:
+        return dict(self._planner.learned.get("prompts", {})) if self._planner else {}
 
     def _new_planner(self, step: int) -> Planner:
         """Returns a planner with the rollouts that the steps before ``step`` did not settle."""
@@ -432,12 +413,10 @@ class Planning:
             over, self.ends = True, "" if complete else "no group is left"
 
         def plan(last: bool, short: bool = False) -> StepPlan | None:
-            replace = bool(max_refills)
-            return planner.plan(step, version, want, trainer, least, last, replace, short, due=due)
+            return planner.plan(step, version, want, trainer, least, last, bool(max_refills), short, due=due)
 
         made = plan(last=over, short=refills_used_up and not refill_under_way)
-        is_requested = control.batch(step - 1) is not None
-        if made is not None or over or not max_refills or not is_requested:
+        if made or over or not max_refills or not control.batch(step - 1):
             return made
         lacks = planner.lacks - under_way
         if lacks <= 0 or refill_under_way or not control.may_request(step - 1):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -57,8 +58,13 @@ class TrainedPolicy:
     """Minimum reward of a passed rollout."""
     seed: int
     """Seed of all random choices."""
-    temperature: float
-    """Sampling temperature, by which a trainer divides logits."""
+    model: Mapping[str, Any]
+    """The policy's section ``model`` of the campaign file."""
+
+    @property
+    def temperature(self) -> float:
+        """Sampling temperature, by which a trainer divides logits."""
+        return float(self.model.get("sampling", {}).get("temperature", 1.0))
 
     @property
     def max_tokens(self) -> int | None:
@@ -132,10 +138,8 @@ def trained_policy(run: RunDir, record: RunRecord, name: str | None, config: Tra
             raise ConfigError(f"{run}: policy {name!r} has no role in the campaign's team: {', '.join(members)}")
         asker = next(member for member in members if member in config.policies)
     own = record.policies.get(name)
-    model = (own.model if own else None) or {}
     planned = record.policies.get(runs)
     held_out = frozenset(record.held_out)
-    tasks = [task for task in planned_tasks(run, record) if task not in held_out]
     samples = planned.samples if planned else 1
     if team:
         askers = [asker]
@@ -148,7 +152,7 @@ def trained_policy(run: RunDir, record: RunRecord, name: str | None, config: Tra
         name=name,
         settings=config.policies[name],
         agents=tuple(resolved(AgentConfig, agent) for agent in planned.agents) if planned else (),
-        tasks=tuple(tasks),
+        tasks=tuple(task for task in planned_tasks(run, record) if task not in held_out),
         held_out=held_out,
         runs=runs,
         owners=frozenset({runs}) if planned is None or planned.samples else None,
@@ -159,7 +163,7 @@ def trained_policy(run: RunDir, record: RunRecord, name: str | None, config: Tra
         pods=campaign.slurm.pods.total,
         pass_threshold=campaign.pass_threshold,
         seed=campaign.seed or 0,
-        temperature=float(model.get("sampling", {}).get("temperature", 1.0)),
+        model=(own.model if own else None) or {},
     )
 
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from megaflow_hpc.errors import StarvedError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.lease import TIMES
-from megaflow_hpc.rundir.endpoints import STALE_S, Endpoint, EndpointFiles, Heartbeats
+from megaflow_hpc.rundir.endpoints import STALE_S, Endpoint, EndpointFiles, Heartbeats, RefusedWeights
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import OPEN
 from megaflow_hpc.rundir.training import FOR_GOOD, Commit, Trainer, TrainingView
@@ -199,15 +199,15 @@ class Readiness:
         return ServedWeights(f"an engine of policy {policy!r} to serve weights {version}: {causes}", serve_newest=False)
 
 
-def _refuses(endpoint: Endpoint, version: int) -> bool:
-    return endpoint.refused is not None and endpoint.refused.version == version
+def _refuses(endpoint: Endpoint, version: int) -> RefusedWeights | None:
+    return endpoint.refused if endpoint.refused and endpoint.refused.version == version else None
 
 
 def _cause(endpoint: Endpoint, version: int) -> str:
     """Returns the reason why an engine does not serve the version, and the remedy."""
     again = f"scontrol requeue {endpoint.job_id}" if endpoint.job_id else "start it again"
-    if endpoint.refused is not None and _refuses(endpoint, version):
-        return f"{endpoint.server} refuses them ({endpoint.refused.cause}); to try again: {again}"
+    if refused := _refuses(endpoint, version):
+        return f"{endpoint.server} refuses them ({refused.cause}); to try again: {again}"
     return f"{endpoint.server} has not renewed its heartbeat for {STALE_S:.0f} s; if it does not return: {again}"
 
 

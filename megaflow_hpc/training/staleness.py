@@ -12,6 +12,7 @@ If dropped groups are replaced (``refill``), the step itself requests further ta
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -249,15 +250,15 @@ class StalenessControl:
         """
         earlier: TaskBatch | None = self._last_refill()[1]
         if earlier is None or earlier.batch != batches:
-            earlier = self.batch(batches - 1) if batches else None
+            earlier = self.batch(batches - 1)
         before = {**(earlier.state if earlier else {}), **learned}
         random = np.random.default_rng([self._policy.seed, *seed])
         chosen, state = self._prompts.choose(self._policy.tasks, count, before, random)
-        times: dict[str, int] = {}
+        times: Counter[str] = Counter()
         tasks = []
         for task in chosen:
-            times[task] = times.get(task, -1) + 1
             tasks.append((task, first + times[task]))  # enough rounds are reserved for repeated tasks
+            times[task] += 1
         return tasks, self._version(), state
 
     def _version(self) -> int:

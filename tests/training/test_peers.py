@@ -308,7 +308,7 @@ def trained(name: str, owners: list[str], helpers: list[str], team: str) -> Trai
         pods=1,
         pass_threshold=1.0,
         seed=0,
-        temperature=1.0,
+        model={},
     )
 
 

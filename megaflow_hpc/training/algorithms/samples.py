@@ -39,21 +39,21 @@ class Sample:
     """Index of the sample in its group."""
     status: str
     """``completed``, ``truncated``, ``failed`` or ``cancelled``."""
-    error_kind: str
+    error_kind: str = ""
     """Error kind of a failed rollout. Empty if there was no error."""
-    reward: float
+    reward: float = math.nan
     """Reward of the rollout. NaN if it was not verified."""
-    rewards: Mapping[str, float]
+    rewards: Mapping[str, float] = field(default_factory=dict)
     """Reward components from the verifier, by name."""
-    oldest: int
+    oldest: int = -1
     """Ordinal of the oldest version that sampled a token. -1 if nothing was sampled."""
-    newest: int
+    newest: int = -1
     """Ordinal of the newest version that sampled a token. -1 if nothing was sampled."""
-    tokens: int
+    tokens: int = 0
     """Number of sampled tokens."""
-    longest: int
+    longest: int = 0
     """Number of tokens in the longest sequence, including the prompt."""
-    time_ns: int
+    time_ns: int = 0
     """Time at which the rollout became durable, in Unix nanoseconds."""
     sequences: int = 1
     """Number of the policy's sequences."""

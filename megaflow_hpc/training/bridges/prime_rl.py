@@ -271,7 +271,8 @@ class PrimeBridge:
             try:
                 if not self._wait(step.number, stage):
                     break
-                self._publish(step, stage)
+                version = step.publish(stage, move=True, keep=KEPT_VERSIONS)
+                self._say(f"step {step.number}: published as version {version.version}")
             finally:
                 remove_tree(stage, ignore_errors=True)
             self._commit(step, time.monotonic() - began)
@@ -291,10 +292,6 @@ class PrimeBridge:
                 self._say(f"step {number} waits for {folder / 'STABLE'}; is prime-rl's trainer running?")
             time.sleep(POLL_INTERVAL_S)
         return True
-
-    def _publish(self, step: Step, stage: Path) -> None:
-        version = step.publish(stage, move=True, keep=KEPT_VERSIONS)
-        self._say(f"step {step.number}: published as version {version.version}")
 
     def _commit(self, step: Step, waited: float) -> None:
         """Commits a step. The commit's checkpoint is only a note, because prime-rl's trainer keeps the real checkpoint

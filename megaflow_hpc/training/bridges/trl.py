@@ -258,12 +258,9 @@ class DataflowTrainer(GRPOTrainer):
         """Returns the factors by which TRL's means are scaled. They include the number of ranks, because gradients are
         averaged over ranks."""
         ranks, tokens = self.accelerator.num_processes, max(minibatch.tokens, 1)
-        share = {
-            "grpo": rows * ranks / max(minibatch.samples, 1),
-            "dr_grpo": rows * ranks / max(minibatch.samples, 1),
-        }.get(self.loss_type, 1.0)  # the other losses divide by ``num_items_in_batch``
+        by_rollout = self.loss_type in ("grpo", "dr_grpo")  # the other losses divide by ``num_items_in_batch``
         return {
-            "share": share,
+            "share": rows * ranks / max(minibatch.samples, 1) if by_rollout else 1.0,
             "entropy_share": batch.sampled * ranks / tokens,
             "num_items_in_batch": torch.tensor(float(tokens)),
         }
@@ -272,11 +269,10 @@ class DataflowTrainer(GRPOTrainer):
         """Computes missing proximal log-probabilities of sequences."""
         if all(key in self._proximal for key in batch.sequence_keys()):
             return
-        rows = to_rows(batch, vision=self._vision)
+        rows = self._prepare_inputs(to_rows(batch, vision=self._vision))
         images = {name: rows[name] for name in IMAGE_INPUTS if name in rows}
-        images = {n: v.to(self.accelerator.device) if torch.is_tensor(v) else v for n, v in images.items()}
-        ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], 1).to(self.accelerator.device)
-        attended = torch.cat([rows["prompt_mask"], rows["completion_mask"]], 1).to(self.accelerator.device)
+        ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], 1)
+        attended = torch.cat([rows["prompt_mask"], rows["completion_mask"]], 1)
         with torch.no_grad():
             logprobs, _, _ = self._get_per_token_logps_and_entropies(
                 self.model, ids, attended, rows["completion_ids"].shape[1], **images

@@ -84,22 +84,21 @@ def _train_by(method: Method, arguments: argparse.Namespace) -> int:
     """
     from megaflow_hpc.training.methods import resolve
 
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:  # a single rank, which needs no torch
-        flow = _dataflow(arguments)
+    def train(*ranks: Any) -> None:
+        flow = _dataflow(arguments, *ranks)
         try:
             resolve(method)(flow)
         finally:
             flow.leave()
+
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:  # a single rank, which needs no torch
+        train()
         return 0
     from megaflow_hpc.training.trainer.model import Meeting
 
     meeting = Meeting()
     try:
-        flow = _dataflow(arguments, meeting.rank, meeting.count, meeting.broadcast)
-        try:
-            resolve(method)(flow)
-        finally:
-            flow.leave()
+        train(meeting.rank, meeting.count, meeting.broadcast)
     except SystemExit as end:
         if end.code in (None, 0, EXIT_RESTART):  # the other ranks end on their own
             raise

@@ -176,8 +176,8 @@ class RouterReplay:
         self.experts: Any = None
         self._kind, self._count = type(causal).__name__, 0
         per_token = getattr(config, "num_experts_per_tok", None)
-        count = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-        count = count or getattr(config, "n_routed_experts", None)
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        count = next((own for name in names if (own := getattr(config, name, None))), None)
         layers = int(config.num_hidden_layers)
         self.shape = (layers, int(per_token), int(count)) if per_token and count else None
 

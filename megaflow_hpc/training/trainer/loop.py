@@ -87,9 +87,7 @@ class TrainingLoop:
         self.flow, self.ranks = flow, ranks
         probe.check(flow.config, flow.record.config.team)
         settings = flow.settings
-        record = flow.record.policies.get(flow.policy)
-        model: Mapping[str, Any] = (record.model if record else None) or {}
-        served = str(model.get("path") or "")
+        served = str(flow.trained.model.get("path") or "")
         base = settings.base or served
         if not base:
             raise ConfigError(f"{flow.run}: policy {flow.policy!r} has no model path; set training.policies.*.base")

@@ -55,14 +55,15 @@ class NoVision(ConfigError):
 
 
 class Vision:
-    """Computes the inputs of one image-text model. Created by :meth:`read`.
+    """Makes the inputs of one image-text model. Created by :meth:`read`.
 
     Attributes:
-        options: options that override those in the image processor's files, as in vLLM's ``mm-processor-kwargs``.
+        placeholder: id of the token that stands for a part of an image.
+        options: options of the image processor that differ from its files, as in vLLM's ``mm-processor-kwargs``.
     """
 
     def __init__(self, source: Path, processor: Any, placeholder: int) -> None:
-        self.source, self._processor, self._placeholder = source, processor, placeholder
+        self.source, self._processor, self.placeholder = source, processor, placeholder
         self.options: Mapping[str, Any] = {}
         self._model: Any = None
         self._kept: OrderedDict[str, dict[str, Any]] = OrderedDict()
@@ -110,11 +111,6 @@ class Vision:
         return getattr(self._model.base_model, "get_rope_index", None)
 
     # --- images ---
-
-    @property
-    def placeholder(self) -> int:
-        """Id of the placeholder token, which represents a part of an image."""
-        return self._placeholder
 
     def tokens_of(self, image: Image) -> int:
         """Returns the number of placeholder tokens that the model's processor uses for an image.
@@ -186,10 +182,10 @@ class Vision:
                     "chat template that marks where an image begins; no step was taken"
                 )
         for span, _ in shown:
-            if not 0 <= span.start < span.end <= length or (tokens[span.start : span.end] != self._placeholder).any():
+            if not 0 <= span.start < span.end <= length or (tokens[span.start : span.end] != self.placeholder).any():
                 raise ConfigError(
                     f"{self.source}: tokens {span.start} to {span.end} of {length} are not the placeholders of an "
-                    f"image ({self._placeholder}): the rollouts come from another model; no step was taken"
+                    f"image ({self.placeholder}): the rollouts come from another model; no step was taken"
                 )
         rope_index = self._rope_index()
         if rope_index is None:
@@ -207,7 +203,7 @@ class Vision:
         for begin, images in zip(offsets, sequences, strict=False):
             for span, _ in images:
                 shown[begin + span.start : begin + span.end] = True
-        stray = (tokens == self._placeholder) & ~shown.to(tokens.device)
+        stray = (tokens == self.placeholder) & ~shown.to(tokens.device)
         return torch.where(stray, torch.zeros_like(tokens), tokens)
 
     # --- examples ---
@@ -222,7 +218,7 @@ class Vision:
             for image in images:
                 count = self.tokens_of(image)
                 shown.append((ImageSpan(len(tokens), count, image.sha256), image))
-                tokens += [self._placeholder] * count + [3, 4]
+                tokens += [self.placeholder] * count + [3, 4]
             sequences.append((np.array(tokens), shown))
         return sequences
 
