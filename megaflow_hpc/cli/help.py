@@ -67,7 +67,7 @@ def _help(arguments: argparse.Namespace) -> int:
 
 
 def variables(width: int) -> str:
-    """Formats all variables that users may set, with meaning, default and readers."""
+    """Formats all variables that users may set. Each has its meaning, its default and the parts that read it."""
     from megaflow_hpc.config.variables import PREFIX, VARIABLES
 
     lines = []

@@ -198,7 +198,7 @@ def stop_lines(status: Mapping[str, Any]) -> list[str]:
 
 
 def status_parts(status: Mapping[str, Any]) -> list[str]:
-    """Returns the parts of a status line after the number of stored rollouts."""
+    """Returns the parts of a status line that follow the number of stored rollouts."""
     counts, servers = status["rollouts"], status["servers"]
     pods = [pod["state"] for pod in status["pods"]]
     parts = [f"{counts['running']} running", f"pods {sum(state in ('started', 'draining') for state in pods)}"]

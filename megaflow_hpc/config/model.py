@@ -60,7 +60,7 @@ class TokenPrice(NamedTuple):
     output: Annotated[float, Field(ge=0)]
 
     def of(self, prompt_tokens: int, sampled_tokens: int) -> float:
-        """Returns the price of some tokens in US dollars."""
+        """Returns the cost of the given numbers of prompt and sampled tokens in US dollars."""
         return (self.input * prompt_tokens + self.output * sampled_tokens) / 1e6
 
 

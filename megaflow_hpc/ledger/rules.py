@@ -476,7 +476,7 @@ class LedgerRules:
 
         Args:
             token: Identifies this content among all claims of this pod.
-            keep: True if later claims of this pod have the same content and can share its private file.
+            keep: Keep the temporary file, so that later claims of this pod with the same content can use it again.
         """
         name = f"{self.identity.name}.{token}"
         self._unanswered.add((block, epoch))

@@ -242,10 +242,10 @@ class Monitor:
         """Returns the content of ``status --json``.
 
         Args:
-            live_jobs: Array elements that Slurm still has, to distinguish silent pods from dead pods. ``None`` if
+            live_jobs: Array elements that Slurm still has. They tell silent pods from dead ones. ``None`` if
                 unknown.
             pending: Elements of ``live_jobs`` that are pending.
-            asked_at: Monotonic time of the Slurm query. A pod that wrote later is alive.
+            asked_at: Monotonic time of the Slurm query. A pod whose lease was written later is alive.
             trainers: Running or queued trainers, by policy. ``None`` if unknown.
         """
         self.refresh()

@@ -103,7 +103,7 @@ class TrackedArm(msgspec.Struct):
 
     total: Sums = msgspec.field(default_factory=Sums)
     window: Sums = msgspec.field(default_factory=Sums)
-    """Rollouts since the last point."""
+    """Rollouts that ended since the last point was logged."""
     at: float = 0.0
     """End of the latest rollout."""
 

@@ -142,7 +142,8 @@ class EventReader:
         return complete
 
     def _may_continue(self, pod: str, number: int, condensed: Condensed) -> bool:
-        """Replaces a pod's earlier events with ``condensed``. Returns False if the reader must begin again."""
+        """Replaces a pod's earlier events with ``condensed``. Returns False if the caller must read the events again
+        from the start."""
         read = {start: size for start, size in self._offsets.get(pod, {}).items() if start_number(start) <= number}
         before = self._covered.get(pod, -1)
         has_read = before >= 0 or any(read.values())

@@ -1,6 +1,6 @@
 """Compare the predicted memory of training with torch's own count of every tensor of the real trainer.
 
-    $MEGAFLOW_ENGINE_VENV/bin/python -m tests.bench.memory [--large] [--model NAME] [--gpus N] [--layers N] [--json]
+    $MEGAFLOW_ENGINE_VENV/bin/python -m tests.bench.memory [--large|--fsdp] [--model NAME] [--gpus N] [--json]
 
 The trainer's model, sharding, attention, loss and optimizer run one micro-batch and one optimizer step of a training
 that has run for some steps, on one rank of N. Tensors are fake: they have shapes and devices, and no data
@@ -112,11 +112,11 @@ LARGE = [
 """The table of large models in docs/how-to/training.md."""
 
 
-def matrix(names: Sequence[str], gpus: Sequence[int], lengths: Sequence[int]) -> Iterator[Case]:
-    """Yield all combinations, each with FSDP alone and with the settings for models that would not fit with it."""
+def matrix(names: Sequence[str], gpus: Sequence[int], lengths: Sequence[int], fsdp: bool = False) -> Iterator[Case]:
+    """Yield all combinations with FSDP alone. Unless ``fsdp``, also yield each with the settings for large models."""
     for name, ranks, tokens in itertools.product(names, gpus, lengths):
         yield _case(name, ranks, tokens)
-        if ranks > 1:
+        if ranks > 1 and not fsdp:
             experts = {"expert": 8} if "A3B" in name else {}
             yield _case(name, ranks, tokens, context=4, **experts)
             yield _case(name, ranks, tokens, True, context=4, **experts)
@@ -398,6 +398,7 @@ def main() -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"
     parser = argparse.ArgumentParser(description="predicted and tracked memory of training")
     parser.add_argument("--large", action="store_true", help="only the large models of docs/how-to/training.md")
+    parser.add_argument("--fsdp", action="store_true", help="every case with FSDP alone")
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--gpus", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="of a row")
@@ -405,7 +406,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print a JSON line for each case")
     asked = parser.parse_args()
     rows = []
-    for case in compare(LARGE if asked.large else matrix(asked.model, asked.gpus, asked.tokens), asked.layers):
+    cases = LARGE if asked.large else matrix(asked.model, asked.gpus, asked.tokens, asked.fsdp)
+    for case in compare(cases, asked.layers):
         if asked.json:
             print(json.dumps(case), flush=True)
         rows.append(row(case))

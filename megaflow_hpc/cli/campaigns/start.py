@@ -1,4 +1,4 @@
-"""Verbs that begin a campaign: ``recipes``, ``init``, ``check``, ``plan``, ``run`` and ``submit``."""
+"""Verbs that set up and start campaigns: ``recipes``, ``init``, ``check``, ``plan``, ``run`` and ``submit``."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ def run_import(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_unused(arguments: argparse.Namespace, source: str) -> None:
-    """Raises ConfigError for an option that has no effect on a source. An unknown set is reported later."""
+    """Raises ConfigError for an option that has no effect on this source. The names of task sets are checked later."""
     from megaflow_hpc.tasks.sets.download import task_sets
 
     task_set = task_sets().get(source.partition("@")[0])

@@ -142,8 +142,7 @@ def _outermost(spec: SandboxSpec) -> tuple[str, ...]:
 
 
 def as_user() -> tuple[str, ...]:
-    """Returns the argv prefix with which root of a user namespace becomes this user again, in a nested user
-    namespace."""
+    """Returns the argv prefix that runs a command as this user inside a user namespace whose root is this user."""
     return (unshare()[0], "--user", f"--map-user={os.getuid()}", f"--map-group={os.getgid()}", "--")
 
 

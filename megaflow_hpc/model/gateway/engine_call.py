@@ -40,7 +40,7 @@ Gate = Callable[[], Awaitable[None]]
 _SERVER_AT_FAULT = frozenset({401, 402, 403, 408, 429})
 """HTTP statuses below 500 for which a call is retried at another server."""
 _REFUSED = frozenset({408, 429})
-"""HTTP statuses of an endpoint that applies a rate limit."""
+"""HTTP status codes with which an endpoint rejects requests above its rate limit."""
 _FORBIDDEN = frozenset({401, 402, 403})
 """HTTP statuses with two meanings. From an engine: the request is forbidden, or credit is used up. From its proxy: the
 key is wrong."""

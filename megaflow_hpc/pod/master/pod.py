@@ -119,8 +119,8 @@ class Pod:
         return first is not None and first.alike < len(self.tasks)
 
     def demand(self, planned: PlannedTask) -> Demand:
-        """Returns the resources that a task's rollouts need in addition to a slot. Includes only the resources by which
-        the campaign packs rollouts."""
+        """Returns the resources that a task's rollouts need in addition to a slot. Includes only the resources
+        that the campaign counts when it packs rollouts."""
         pack = self.scheduling.pack
         if not pack:
             return NOTHING

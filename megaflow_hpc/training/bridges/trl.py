@@ -377,7 +377,7 @@ def to_rows(batch: MicroBatch, rows: int = 1, vision: Vision | None = None) -> d
 
 
 def _padded(column: Any, own: Any, lengths: Any) -> Any:
-    """Splits an array (T) into sequences and pads each with zeros. Returns an array (rows, longest)."""
+    """Splits an array of shape (T,) into sequences, padded with zeros. Returns an array of shape (rows, longest)."""
     padded = np.zeros((len(lengths), int(lengths.max())), column.dtype if column.dtype.kind == "f" else np.int64)
     padded[: len(own)][np.arange(padded.shape[1]) < own[:, None]] = column
     return padded

@@ -47,7 +47,7 @@ class Durations:
         path: A gathered run directory, or a ``trajectories.h5``.
 
     Raises:
-        ConfigError: The file cannot be read, or no rollout ran to verification.
+        ConfigError: The file cannot be read, or no rollout reached verification.
     """
 
     def __init__(self, path: Path) -> None:

@@ -91,7 +91,7 @@ class CacheClaim:
     """The missing copies of an image, divided between this process and others."""
 
     own: Sequence[str]
-    """Copies that this process makes."""
+    """Entries that this process copies."""
     others: Sequence[str]
     """Copies that other threads or processes are making."""
 

@@ -46,7 +46,7 @@ def typed(value: Any, kind: Any, field: str) -> Any:
 
 
 def of(kind: Any) -> Check:
-    """Returns a check for values of the given type."""
+    """Returns a function that checks whether a value has the given type."""
 
     def check(value: Any, field: str) -> Any:
         return typed(value, kind, field)

@@ -203,7 +203,7 @@ CHAT: Mapping[str, Option] = {
     **refused("is not served; give tools and tool_choice", "functions function_call"),
     **refused("is not served; ask for text", "audio"),
 }
-"""Options of ``/v1/chat/completions``, to which requests of the other chat APIs are converted."""
+"""Options for ``/v1/chat/completions``. Requests to the other chat APIs are converted to it."""
 
 COMPLETIONS: Mapping[str, Option] = {
     **SAMPLING,
