@@ -520,7 +520,7 @@ class Run:
         self.dir.check_ours(to_run=True)
         check_version(self.record, self.dir)
         require_running(self.config.name)
-        if launcher == "auto" and self._only_local():
+        if launcher == "auto" and not requests and self._only_local():  # requests are for jobs
             launcher = "local"
         chosen = resolve_launcher(launcher, self.config.slurm)
         if not self.ledger.finished:
