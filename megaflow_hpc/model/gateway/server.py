@@ -388,7 +388,7 @@ class ModelGateway:
         if rollout.suspended:
             raise _suspension(rollout)
         path = COMPLETIONS if endpoint == "/completions" else CHAT
-        asked, images = await offload(size, self._convert, rollout, path, dialect.request, body)
+        asked, images = await offload(size, self._convert, path, dialect.request, body)
         request = self._engine_request(rollout, path, asked, size, images)
         free = not is_constrained(request.body, request.sampling.settings)
         request = request._replace(free=free, api=endpoint, started_by=_named_call(http, rollout))
@@ -411,14 +411,14 @@ class ModelGateway:
         self, rollout: OpenRollout, body: dict[str, Any], size: int, convert: Callable[[Any], dict[str, Any]]
     ) -> int:
         """Returns the number of tokens in a prompt. Records nothing."""
-        asked, images = await offload(size, self._convert, rollout, CHAT, convert, body)
+        asked, images = await offload(size, self._convert, CHAT, convert, body)
         request = self._engine_request(rollout, CHAT, asked, size, images)
         async with rollout.quota.large_answer() as gate:
             answered = await self._call(rollout, request._replace(gate=gate), protocols.count)
         return answered.answer
 
     def _convert(
-        self, rollout: OpenRollout, path: str, convert: Callable[[Mapping[str, Any]], dict[str, Any]], body: Any
+        self, path: str, convert: Callable[[Mapping[str, Any]], dict[str, Any]], body: Any
     ) -> tuple[dict[str, Any], dict[str, Image]]:
         """Converts and checks an agent's request. Returns the request for the engine and its images. The request's
         messages refer to images by SHA-256."""
@@ -439,7 +439,7 @@ class ModelGateway:
         no role.
 
         Raises:
-            BadRequest: The policy is trained, but would not be trained on its answer to this request.
+            CallError: The policy is trained, but would not be trained on its answer to this request.
         """
         model = asked.get("model")
         named = model if isinstance(model, str) else ""
@@ -447,9 +447,10 @@ class ModelGateway:
             role = named if named in self._roles else self._owner
             return self._roles[role], role
         if named in self._learners and named != rollout.policy and not rollout.judging:
-            raise BadRequest(
+            raise CallError(
+                400,
                 f"model {named!r} is trained on rollouts of its own alone, and would not learn from this call; name "
-                "both models' roles in the section team of the campaign"
+                "both models' roles in the section team of the campaign",
             )
         known = self._policies | self._judges if rollout.judging else self._policies
         return named if named in known else rollout.policy, ""
