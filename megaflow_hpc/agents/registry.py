@@ -38,6 +38,8 @@ NAMES: Mapping[str, str] = {
 }
 WITHOUT_MODEL = frozenset({"oracle", "nop", "replay"})
 """Agents that never call a model."""
+IN_RUNNER = frozenset({*WITHOUT_MODEL, *(name for name, path in NAMES.items() if ".command:" in path)})
+"""Built-in agents that run in the runner's event loop, because they mostly wait."""
 NEEDED_ARGS: Mapping[str, str] = {
     "command": "args.command (shell text), or args.preset",
     "replay": "args.messages_file, or args.commands",
@@ -121,6 +123,11 @@ def known_agents() -> list[KnownAgent]:
         about = (inspect.getdoc(_find(name)) or "").partition("\n")[0].rstrip(".")
         agents.append(KnownAgent(name, about, name not in WITHOUT_MODEL, NEEDED_ARGS.get(name, ""), lacks))
     return agents
+
+
+def forked(name: str) -> bool:
+    """Returns whether the named agent runs in its own process."""
+    return name not in IN_RUNNER
 
 
 def result_of(name: str, returned: Any) -> AgentResult:

@@ -20,23 +20,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megaflow_hpc import errors
-from megaflow_hpc.agents.command import PRESETS
-from megaflow_hpc.agents.registry import AgentSpec
+from megaflow_hpc.agents.registry import AgentSpec, forked
 from megaflow_hpc.errors import MegaflowError, SandboxError, UserCodeError
 from megaflow_hpc.host import wire
 from megaflow_hpc.texts import in_one_line
 from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
 
-IN_RUNNER = frozenset({"oracle", "nop", "replay", "command", *PRESETS})
-"""Built-in agents that run in the runner's event loop, because they mostly wait."""
 ASK_S = 20.0
 """Interval in seconds between pings of a process that runs a single agent."""
 _OPERATIONS = frozenset({"exec", "upload", "download", "kill_processes"})
-
-
-def forked(name: str) -> bool:
-    """Returns whether the named agent runs in its own process."""
-    return name not in IN_RUNNER
 
 
 def frame(message: dict[str, Any]) -> bytes:

@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import math
 import os
 import pkgutil
 import sysconfig
@@ -24,10 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.agents.code import look_in
 from megaflow_hpc.config.sections import Method
@@ -36,6 +34,10 @@ from megaflow_hpc.errors import ConfigError, MegaflowError
 from megaflow_hpc.host.atomic import make_directory, write_json
 from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.rundir.layout import RunDir
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 RECORD_FILE = "methods.json"
 OURS = "megaflow_hpc"
@@ -233,7 +235,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def numbers(
-    method: Method, value: Any, shapes: Collection[tuple[int, ...]], what: str, least: float = -np.inf
+    method: Method, value: Any, shapes: Collection[tuple[int, ...]], what: str, least: float = -math.inf
 ) -> NDArray[np.float32]:
     """Checks a value that a function returned, and converts it to float32.
 
@@ -247,6 +249,8 @@ def numbers(
     Raises:
         ConfigError: the shape or the dtype is wrong, or a number is not finite in float32 or too small.
     """
+    import numpy as np  # imported late, because planning imports this module and must stay fast
+
     try:
         array = np.asarray(value)
     except Exception as error:

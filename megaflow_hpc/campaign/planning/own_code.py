@@ -11,8 +11,7 @@ from pathlib import Path
 
 from megaflow_hpc.agents import create
 from megaflow_hpc.agents.probe import ProbeResult, probe
-from megaflow_hpc.agents.registry import WITHOUT_MODEL
-from megaflow_hpc.agents.remote import forked
+from megaflow_hpc.agents.registry import WITHOUT_MODEL, forked
 from megaflow_hpc.campaign.job_environment import trainer_python
 from megaflow_hpc.campaign.planning.model_paths import Where
 from megaflow_hpc.config import Policy

@@ -28,7 +28,8 @@ from typing import Any, cast
 import msgspec
 
 from megaflow_hpc.agents import create
-from megaflow_hpc.agents.remote import AgentJob, ProcessLostError, forked
+from megaflow_hpc.agents.registry import forked
+from megaflow_hpc.agents.remote import AgentJob, ProcessLostError
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.environments.sandbox.spec import Reachable, SandboxSpec
