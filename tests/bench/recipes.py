@@ -58,7 +58,7 @@ def fields(content: dict[str, Any], model: Path, asked: argparse.Namespace) -> d
     content["agent"]["timeout_s"] = 1800
     if asked.max_turns and "max_turns" in content["agent"]:
         content["agent"]["max_turns"] = asked.max_turns
-    content["samples"] = asked.samples
+    content["samples"] = asked.samples or (content["samples"] if asked.train else 1)
     if not asked.train:
         content.pop("training", None)
     source = content["tasks"][0]
@@ -112,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("recipes", nargs="+")
-    parser.add_argument("--samples", type=int, default=1, help="rollouts of each task")
+    parser.add_argument("--samples", type=int, help="rollouts of each task; 1 by default, in training as in the recipe")
     parser.add_argument("--max-tokens", type=int, default=256, help="maximum length of an answer")
     parser.add_argument("--include", action="append", help="pattern of the tasks to run; all by default")
     parser.add_argument("--max-turns", type=int, help="maximum number of turns, where the recipe sets one")
