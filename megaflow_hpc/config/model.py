@@ -12,7 +12,6 @@ from pydantic import Field, ValidationInfo, WithJsonSchema, field_validator, mod
 
 from megaflow_hpc.config.sections import STORED, AgentConfig, Section, as_list
 from megaflow_hpc.config.slurm import GpuType
-from megaflow_hpc.types import NEUTRAL
 
 MAX_SERVERS = 10_000
 """Maximum number of engine servers of a policy. A larger number is assumed to be a typo."""
@@ -28,29 +27,37 @@ class ServerCount(NamedTuple):
 SERVER_COUNT_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "array", "items": {"type": "integer"}}]}
 
 
-SAMPLING_RANGES = {
-    "temperature": (0, 2),
-    "top_p": (0, 1),
-    "top_k": (-1, 2**31),
-    "min_p": (0, 1),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "repetition_penalty": (0, 100),
-}
-"""Sampling parameter → least and largest value that engines accept."""
+class SamplingConfig(Section):
+    """Sampling settings of a policy. The gateway adds them to model calls that omit them. It answers calls with
+    other values too, but gives their tokens loss mask 0."""
 
+    temperature: float = Field(1.0, ge=0, le=2)
+    """Divisor of the logits. 0 selects greedy decoding. Default: 1."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample only from the smallest set of most likely tokens whose probabilities sum to this value. Default: 1, all
+    tokens."""
+    top_k: int = Field(-1, ge=-1)
+    """Sample only from the k most likely tokens. -1 or 0: no limit. Default: -1."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Minimum probability of a token, relative to the most likely token. Default: 0."""
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    """Value subtracted once from the logit of each token that already occurs in the answer. Default: 0."""
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    """Value subtracted from the logit of a token for each earlier occurrence in the answer. Default: 0."""
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    """Factor that lowers the logits of tokens that already occur in the prompt or answer. Default: 1."""
 
-def _check_sampling(name: str, value: float) -> float:
-    if name not in SAMPLING_RANGES:
-        raise ValueError(f"unknown parameter {name!r}; known here: {', '.join(sorted(SAMPLING_RANGES))}")
-    least, most = SAMPLING_RANGES[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise ValueError(f"{name} {value!r}: expected a number from {least} to {most}")
-    if name in ("top_p", "repetition_penalty") and value == 0:
-        raise ValueError(f"{name} 0: expected a number above 0")
-    if name == "temperature" and 0 < value < 0.01:
-        raise ValueError(f"temperature {value}: engines raise it to 0.01; write 0.01, or 0 for the most likely token")
-    return -1 if name == "top_k" and value == 0 else value
+    @field_validator("temperature")
+    @classmethod
+    def _engines_can(cls, value: float) -> float:
+        if 0 < value < 0.01:
+            raise ValueError(f"{value}: engines raise it to 0.01; write 0.01, or 0 for the most likely token")
+        return value
+
+    @field_validator("top_k")
+    @classmethod
+    def _all_words(cls, value: int) -> int:
+        return value or -1
 
 
 class TokenPrice(NamedTuple):
@@ -100,10 +107,8 @@ class ModelConfig(Section):
     all at once, which takes less time. In both cases, requests in progress are completed with the old weights first.
     ``continue``: all at once, and requests in progress continue with the new weights (``vllm`` only). Default:
     ``rolling``."""
-    sampling: dict[str, Any] = Field(default_factory=lambda: dict(NEUTRAL), json_schema_extra={"default": {}})
-    """Sampling parameters that the engine gets with each call: ``temperature``, ``top_p``, ``top_k``, ``min_p``,
-    ``presence_penalty``, ``frequency_penalty``, ``repetition_penalty``. The gateway adds them to model calls that omit
-    them. Tokens of calls with other values get loss mask 0. Default: sample from the model's own distribution."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling settings. Default: sample from the model's own distribution."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Command-line options of the engine, without leading dashes."""
     thoughts: Literal["template", "keep"] = "template"
@@ -144,13 +149,6 @@ class ModelConfig(Section):
     also: tuple[dict[str, Any], ...] = ()
     """More kinds of servers for this policy. Each entry sets only the keys that differ, such as ``gpus`` or
     ``servers``. Servers get requests in proportion to their GPUs."""
-
-    @field_validator("sampling", mode="before")
-    @classmethod
-    def _all_sampling_parameters(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {**NEUTRAL, **{str(name): _check_sampling(str(name), number) for name, number in value.items()}}
 
     @field_validator("also", mode="before")
     @classmethod

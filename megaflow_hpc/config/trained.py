@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megaflow_hpc.config.model import ModelConfig
+from megaflow_hpc.config.model import ModelConfig, SamplingConfig
 from megaflow_hpc.config.sections import AgentConfig
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.types import NEUTRAL
@@ -143,9 +143,9 @@ def check_engine(training: TrainingConfig, kind: str) -> None:
             )
 
 
-def _check_sampling(where: str, sampling: Mapping[str, float], loss: str) -> None:
+def _check_sampling(where: str, sampling: SamplingConfig, loss: str) -> None:
     for name, neutral in NEUTRAL.items():
-        value = sampling[name]
+        value = getattr(sampling, name)
         if value == neutral or (name == "temperature" and value):
             continue
         why = (
@@ -156,12 +156,12 @@ def _check_sampling(where: str, sampling: Mapping[str, float], loss: str) -> Non
         raise ValueError(f"{where}.{name} {value:g}: {why}; leave it out (a trained policy may have a temperature)")
 
 
-def _check_option(where: str, option: str, value: Any, sampling: Mapping[str, float], key: str) -> None:
+def _check_option(where: str, option: str, value: Any, sampling: SamplingConfig, key: str) -> None:
     if value is None or (option == "logit_bias" and not value):
         return
     if option == "logit_bias":
         raise ValueError(f"{where}: a trained policy must choose its tokens freely; leave it out")
-    own = sampling[option]
+    own = getattr(sampling, option)
     if not isinstance(value, int | float) or (-1 if option == "top_k" and value == 0 else value) != own:
         raise ValueError(
             f"{where} {value!r}: a trained policy is sampled with {own:g} ({key}), and calls with other values are not "

@@ -205,6 +205,9 @@ def test_a_run_whose_results_cannot_be_gathered_names_the_file_the_remedy_and_ho
     assert remedy in message
     assert message.endswith(f"; then continue with: megaflow-hpc resume {tmp_path}")
     assert code is None or message.startswith(f"{file}: {os.strerror(code)}; ")
+    error = BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+    with pytest.raises(BrokenPipeError):  # the reader of the output has left; the command ends silently
+        start_and_follow(run, argparse.Namespace(json=False), lambda: True)
 
 
 def test_a_write_that_fails_for_space_names_the_file_system_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:

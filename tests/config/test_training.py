@@ -278,13 +278,13 @@ def test_a_trained_policy_may_have_a_temperature(tmp_path: Path) -> None:
     text = text.replace("agent: mini-swe-agent", "agent: {name: mini-swe-agent, args: {model: {temperature: 0.7}}}")
     model = load(tmp_path, text + "training: {policies: {default: }}\n").policies()["default"].model
     assert model
-    assert model.sampling == {**NEUTRAL, "temperature": 0.7}
+    assert model.sampling.model_dump() == {**NEUTRAL, "temperature": 0.7}
 
 
 def test_sampling_is_neutral_by_default_and_what_engines_would_change_is_refused(tmp_path: Path) -> None:
     model = load(tmp_path, CAMPAIGN).policies()["default"].model
     assert model
-    assert model.sampling == NEUTRAL
+    assert model.sampling.model_dump() == NEUTRAL
     assert "engines raise it to 0.01" in complaint(
         tmp_path, CAMPAIGN.replace("{path: m}", "{path: m, sampling: {temperature: 0.001}}")
     )
@@ -293,10 +293,10 @@ def test_sampling_is_neutral_by_default_and_what_engines_would_change_is_refused
 @pytest.mark.parametrize(
     ("key", "expected"),
     [
-        ("sampling: {temprature: 1}", "model.sampling: unknown parameter 'temprature'; known here: frequency_penalty"),
-        ("sampling: {top_p: 2}", "top_p 2: expected a number from 0 to 1"),
-        ("sampling: {top_p: 0}", "top_p 0: expected a number above 0"),
-        ("sampling: {min_p: true}", "min_p True: expected a number from 0 to 1"),
+        ("sampling: {temprature: 1}", "unknown key 'model.sampling.temprature'; did you mean 'temperature'?"),
+        ("sampling: {top_p: 2}", "model.sampling.top_p 2: expected a number above 0 and of at most 1"),
+        ("sampling: {top_p: 0}", "model.sampling.top_p 0: expected a number above 0 and of at most 1"),
+        ("sampling: {min_p: true}", "model.sampling.min_p True: a number is expected"),
         ("price: 3", "model.price 3: expected a list"),
         ("price: [3]", "'model.price.1' is missing; add it"),
         ("price: [3, -1]", "model.price.1 -1: expected a number of at least 0"),
@@ -316,7 +316,7 @@ def test_a_model_that_an_earlier_version_planned_is_read() -> None:
     }
     model = config.resolved(ModelConfig, {**stored, "sampling": {**NEUTRAL, "temperature": 0.5}})
     assert (model.price, model.weights, model.also) == ((3.0, 15.0), "together", ({"gpus": 2},))
-    assert model.sampling["temperature"] == 0.5
+    assert model.sampling.temperature == 0.5
 
 
 def test_a_group_of_one_sample_is_refused(tmp_path: Path) -> None:

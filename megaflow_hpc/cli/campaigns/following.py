@@ -50,6 +50,8 @@ def start_and_follow(run: Any, arguments: argparse.Namespace, start: Callable[[]
         with under_way(f"gathering {run.path}"):
             result = run.conclude()
         progress(result)
+    except BrokenPipeError:  # the reader closed the pipe
+        raise
     except OSError as error:  # a full disk, for example
         raise SiteError(f"{file_error(error)}; then continue with: megaflow-hpc resume {run.path}") from error
     except KeyboardInterrupt:

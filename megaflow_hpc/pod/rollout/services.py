@@ -82,7 +82,7 @@ class Services:
             limits=CallLimits(Quotas.of(config.quotas.model_dump()).share(gateways(config.slurm.pods))),
             replays=_replays(policies),
             keep_thoughts=[name for name, model in models.items() if model.thoughts == "keep"],
-            sampling={name: Sampling(model.sampling) for name, model in models.items()},
+            sampling={name: Sampling(model.sampling.model_dump()) for name, model in models.items()},
             prices={name: (price.of(1, 0), price.of(0, 1)) for name, model in models.items() if (price := model.price)},
         )
         await gateway.start()
