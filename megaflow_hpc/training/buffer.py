@@ -222,7 +222,7 @@ class Buffer:
             ours = [
                 rollout
                 for rollout in read_block(self._run, number).rollouts
-                if rollout.task_id not in self._held_out and (not self._owners or rollout.policy in self._owners)
+                if rollout.task_id not in self._held_out and (self._owners is None or rollout.policy in self._owners)
             ]
             for rollout in ours:
                 name = rollout.group_id

@@ -62,7 +62,7 @@ async def _hand_out(task: Task, instance: Instance, sandbox: ApptainerSandbox, *
         steps += [] if for_agent else [mark]
     else:
         await _upload(sandbox, {"bug.patch": instance.bug_patch})
-        # As in SWE-smith, remove the failing tests from the agent's checkout. The verifier's reference keeps them.
+        # Like SWE-smith, remove the failing tests from the agent's checkout. The verifier's reference keeps them.
         files = " ".join(shlex.quote(name) for name in _files_of(instance.FAIL_TO_PASS))
         insert = [
             f"{GIT} apply --whitespace=nowarn {OWN_FILES}/bug.patch",
