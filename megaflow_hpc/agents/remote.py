@@ -263,7 +263,8 @@ class AgentProcess:
         if not self.lost:
             self.lost, why = True, "its process does not end"
             with contextlib.suppress(TimeoutError):
-                why = _describe_exit(await asyncio.wait_for(asyncio.shield(self._ended), 10))
+                async with asyncio.timeout(10):
+                    why = _describe_exit(await asyncio.shield(self._ended))
         for job in self._jobs.values():
             if not job.result.done():
                 job.result.set_exception(ProcessLostError(f"agent {job.agent.name}: {why}"))

@@ -142,7 +142,8 @@ async def _run(
     async def solve(number: int, step: Task) -> None:
         if agent is None:
             return
-        result = await asyncio.wait_for(agent.run(step, sandbox, None), step.agent_timeout_s)
+        async with asyncio.timeout(step.agent_timeout_s):
+            result = await agent.run(step, sandbox, None)
         if result.exit_code:
             raise _SolutionFailed(result.error)
 

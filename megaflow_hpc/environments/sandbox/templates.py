@@ -116,7 +116,8 @@ class Template:
         if identity := Identity.of(self._process.pid):
             on_started(identity)
         try:
-            await asyncio.wait_for(asyncio.shield(self._ready), START_TIMEOUT_S)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await asyncio.shield(self._ready)
         except TimeoutError:
             raise SandboxError(f"no template was ready after {START_TIMEOUT_S:g} s: {self._last_words()}") from None
 
@@ -192,8 +193,8 @@ class Template:
                 if len(message) > MAX_REQUEST_BYTES:
                     raise SandboxError(f"a request of {len(message)} bytes; its template reads {MAX_REQUEST_BYTES}")
                 try:
-                    sending = self._send(message, [stdin, stdout, errors, go], answer)
-                    pidfd = await asyncio.wait_for(sending, START_TIMEOUT_S)
+                    async with asyncio.timeout(START_TIMEOUT_S):
+                        pidfd = await self._send(message, [stdin, stdout, errors, go], answer)
                 except TimeoutError:
                     raise SandboxError(f"its template did not answer within {START_TIMEOUT_S:g} s") from None
             with open(f"/proc/self/fdinfo/{pidfd}") as file:
@@ -427,10 +428,11 @@ class Templates:
         """Stops the template. Idempotent."""
         current, self._current = self._current, None
         if current is not None:
-            with suppress(SandboxError, OSError, asyncio.CancelledError):
-                await current.starting
-            await current.template.stop()
-            await asyncio.to_thread(remove_tree, current.directory, ignore_errors=True)
+            try:
+                await asyncio.wait((current.starting,))
+            finally:
+                await current.template.stop()
+                await asyncio.to_thread(remove_tree, current.directory, ignore_errors=True)
 
 
 @functools.cache

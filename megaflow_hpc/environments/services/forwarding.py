@@ -44,7 +44,8 @@ class Dialer:
             connection = self._free.pop()
         try:
             address = ("127.0.0.1", port)
-            await asyncio.wait_for(asyncio.get_running_loop().sock_connect(connection, address), CONNECT_TIMEOUT_S)
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await asyncio.get_running_loop().sock_connect(connection, address)
         except BaseException:
             connection.close()
             raise

@@ -103,7 +103,8 @@ class RunningService:
             return f"its health check ended with {done.exit_code}: {words}"
         for port in self._service.ports:
             try:
-                connection = await asyncio.wait_for(self.dialer.connect(port), check.timeout_s)
+                async with asyncio.timeout(check.timeout_s):
+                    connection = await self.dialer.connect(port)
             except (OSError, SandboxError, TimeoutError) as error:
                 return f"port {port} accepts no connection ({error})"
             connection.close()

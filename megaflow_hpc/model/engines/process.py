@@ -93,7 +93,8 @@ class EngineProcess:
             if engine.stdin is not None:
                 engine.stdin.close()
             try:
-                await asyncio.wait_for(engine.wait(), END_TIMEOUT_S)
+                async with asyncio.timeout(END_TIMEOUT_S):
+                    await engine.wait()
             except TimeoutError:
                 engine.kill()
                 await engine.wait()

@@ -192,7 +192,8 @@ class Router:
                 raise ModelServiceError(self.describe(policy))
             wake_at = min([deadline, *(s.available_at for s in self.servers(policy))])
             try:
-                await asyncio.wait_for(self._changed.wait(), timeout=max(0.01, wake_at - now))
+                async with asyncio.timeout(max(0.01, wake_at - now)):
+                    await self._changed.wait()
             except TimeoutError:
                 pass
 

@@ -180,7 +180,8 @@ class EngineServer:
                     continue
                 self.files.starts_again(f"start {failures} of {MAX_STARTS}: {error}")
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._leave.wait(), self.backoff_s * (1 if failures == 1 else 5))
+                async with asyncio.timeout(self.backoff_s * (1 if failures == 1 else 5)):
+                    await self._leave.wait()
                 return 0
 
     async def _run_engine(self, private: Path, version: Version) -> None:

@@ -105,7 +105,8 @@ class ServiceServer:
             finally:
                 files.unregister()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._leave.wait(), self._backoff_s * (1 if failures == 1 else 5))
+                async with asyncio.timeout(self._backoff_s * (1 if failures == 1 else 5)):
+                    await self._leave.wait()
         Registration(self._run, self._what).leave()
         return 0
 

@@ -201,7 +201,8 @@ class AgentRun:
                         cast(ResumableAgent, agent).resume(state)
                     work = agent.run(task, self._sandbox, endpoint)
                 with watching:
-                    result = await asyncio.wait_for(work, remaining_s)
+                    async with asyncio.timeout(remaining_s):
+                        result = await work
             except TimeoutError:
                 result = AgentResult(status="truncated", error=f"the agent's {timeout_s:g} s were over")
             except LimitError as error:

@@ -16,6 +16,7 @@ import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 from megaflow_hpc.environments.sandbox.commands.command import RunningCommand, StreamPair
+from megaflow_hpc.environments.sandbox.commands.container import Container
 from megaflow_hpc.errors import ConfigError, LostError, SandboxError
 from megaflow_hpc.host.process import descendants
 from tests.support.sandboxes import Start
@@ -27,6 +28,23 @@ def no_command_is_counted_for_ever() -> Iterator[None]:
     """A command that is counted for ever would delay the reading of later ones."""
     yield
     assert RunningCommand.under_way == 0
+
+
+async def test_a_start_that_is_cancelled_as_its_container_becomes_ready_is_cancelled(
+    start_any: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = Container._take
+
+    def handle_and_cancel(self: Container, line: bytes) -> bool:
+        taken = handle(self, line)
+        if self._ready is not None and self._ready.done():
+            starting.cancel()
+        return taken
+
+    monkeypatch.setattr(Container, "_take", handle_and_cancel)
+    starting = asyncio.ensure_future(start_any())
+    await asyncio.wait([starting])
+    assert starting.cancelled()
 
 
 async def test_exit_codes_signals_and_streams_are_exact(start_any: Start) -> None:

@@ -151,7 +151,8 @@ class Container:
             identity = Identity.of(self._process.pid)
             if clone is None and identity is not None:
                 self._on_started(identity)
-            await asyncio.wait_for(self._ready, START_TIMEOUT_S)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await self._ready
         except TimeoutError:
             await self.kill()
             raise SandboxError(
@@ -189,7 +190,8 @@ class Container:
         else:
             process.kill()
         try:
-            await asyncio.wait_for(asyncio.shield(self._ended.wait()), KILL_GRACE_S)
+            async with asyncio.timeout(KILL_GRACE_S):
+                await self._ended.wait()
         except TimeoutError:
             process.kill()
             self._end()
