@@ -43,7 +43,7 @@ def test_a_pod_that_is_not_requeued_has_a_successor_before_its_walltime_ends(
     path = make_campaign(TASKS, SECTION, agent="waits:Waits")
     path.with_name("waits.py").write_text(AGENT.format(first=tmp_path / "first"))
     done = cli("run", path, "--run-dir", tmp_path / "run", timeout=600)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stderr + done.stdout
     run = Run(tmp_path / "run")
     assert rows(run.path) == {f"task{n}/Waits/0": ("completed", 1) for n in range(TASKS)}
     first, second, *_ = run.job_ids("pods")

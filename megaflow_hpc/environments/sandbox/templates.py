@@ -18,7 +18,6 @@ import os
 import socket
 import subprocess
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
