@@ -27,7 +27,7 @@ formats:
   inspect  inspect/: logs for inspect view, one per policy
   traces   traces/: files for the trace viewer of the Hugging Face Hub, one per conversation
 
-An expression (--where) can use columns of the campaign file (status, reward, policy, group, task, agent, turns, …),
+An expression (--where) can use columns of trajectories.h5 (status, reward, policy, group, task, agent, turns, …),
 single rewards (rewards['tests']), tokens, duration_s, weight_version_min and weight_version_max.
 """
 
@@ -51,7 +51,7 @@ def register(subparsers: Subparsers) -> None:
         "--format",
         required=True,
         metavar="F[,F…]",
-        help="jsonl, parquet, verl, areal, atif, preds, harbor, inspect, traces; separated by commas",
+        help="formats, separated by commas",
     )
     export.add_argument("--where", metavar="EXPR", help="export only trajectories for which the expression is true")
     add_output(export, "directory to write to (RUN/export)", metavar="DIR")

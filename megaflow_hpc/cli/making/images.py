@@ -29,9 +29,8 @@ and layers, which several images can share. Each node copies the images that it 
 once ({docs("how-to/images.md")}).
 """
 STORE = (
-    "directory of the store; default: MEGAFLOW_IMAGE_STORE, else the campaign's environment.image_store, else a "
-    "directory of the site with enough space, else ~/.megaflow-hpc/images; if several are given, separated by colons, "
-    "new images are written to the first"
+    "directory of the store, or several, separated by colons: new images are written to the first; default: "
+    "MEGAFLOW_IMAGE_STORE, else the campaign's environment.image_store or that key's default"
 )
 
 
