@@ -66,13 +66,14 @@ SECTIONS: dict[str, tuple[tuple[str, str], ...]] = {
 
 HIDDEN = {
     "ApptainerProvider": "terminal stage prefetch",
-    "Campaign": "where site_mistakes start",
+    "Campaign": "where site_mistakes start runs",
     "Dataflow": "start checkpoint amend again check try_plan committed ordinal sequences leave_out add_checkpoint "
     "request images",
     "Difference": "label",
     "Run": "jobs live_jobs tended job_uses pods_live over follow conclude stored_rollouts job_ids check_stopped",
     "SandboxSpec": "check parsed_binds as_root",
     "Row": "conversation_record",
+    "TrajectoryStore": "flat lengths",
     "Commit": "plan columns amendments at trainer",
     "Step": "plan amendments columns sequences images",
     "RunFigures": "unphased repeated versions",
@@ -82,8 +83,8 @@ HIDDEN = {
 COLUMNS = {
     "Row": "Each column of [`/trajectories`](trajectory-format.md#trajectories) is an attribute, such as `id` and "
     "`reward`, except offsets and the number of `turns`. These are attributes too:",
-    "Trajectory": "It has the columns and data of a `Row` as plain Python values, with `None` for what is unknown. "
-    "`messages` has the messages of all conversations, and `parents` the index of the message before each.",
+    "Trajectory": "Attributes: those of `Row` as plain Python values. `messages` has the messages of all "
+    "conversations, and `parents` the index of the message before each.",
     "TokenSequence": "Attributes: `policy`, `tokens`, `logprobs`, `loss_mask`, `weight_versions`, `experts` and "
     "`images`, as in the [file](trajectory-format.md#tokens). `Row.sequences` has them as numpy arrays.",
     "Turn": "Attributes: the columns of [`/turns`](trajectory-format.md#turns).",
@@ -93,6 +94,8 @@ COLUMNS = {
 OUTPUTS = {"Cancelled", "Chart", "Commit", "Conversation", "ConversationCall", "Difference", "ExecResult", "Findings"}
 OUTPUTS |= {"MicroBatch", "RunFigures"}
 """Classes that only this package constructs, so that the page omits the defaults of their attributes."""
+UNTYPED = {"RunFigures"}
+"""Classes whose undocumented attributes have types that the page does not show."""
 FROM_METHODS = {"MicroBatch", "Minibatch", "Row", "Step", "TrajectoryStore"}
 """Classes whose objects come from methods, so that the page omits how they are constructed."""
 HEADINGS = ("Args", "Returns", "Yields", "Raises", "Attributes")
@@ -170,7 +173,7 @@ def _attributes(node: ast.ClassDef) -> Iterator[str]:
         if text:
             yield f"- `{name}: {kind}`: {text}"
         else:
-            unexplained.append(f"`{name}: {kind}`")
+            unexplained.append(f"`{name}`" if node.name in UNTYPED else f"`{name}: {kind}`")
     if unexplained:
         yield f"- {', '.join(unexplained)}"
     yield ""

@@ -86,7 +86,7 @@ class ApptainerProvider:
 
         Raises:
             ConfigError: The spec is invalid.
-            SandboxError: The container did not start. The message names the image and Apptainer's reason.
+            SandboxError: The container did not start.
         """
         spec.check()
         if self._closed:
