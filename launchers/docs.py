@@ -215,7 +215,7 @@ def options() -> Iterator[str]:
         for option, entry in sorted(TABLES[path].items()):
             constrains = (TABLES["/chat/completions"][entry.becomes] if entry.becomes else entry).constrains
             if entry.refused:
-                fate = f"refused: {entry.refused}"
+                fate = f"refused: {entry.refused.removeprefix('is ')}"
             elif not entry.passed:
                 continue
             else:
