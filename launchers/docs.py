@@ -94,9 +94,8 @@ SETS = """\
 `megaflow-hpc tasks import NAME` reads these sets ([how](../how-to/swebench.md#import-a-set-by-name)). The numbers and
 licences come from each set's own pages, and are left out if no page states them.
 
-The MegaFlow paper ([arXiv 2601.07526](https://arxiv.org/abs/2601.07526), table 1) names ten sets: SWE-bench, SWE-Gym,
-SWE-rebench, SWE-smith, SWE-bench Multilingual, Multi-SWE-bench, Multi-SWE-RL, SWE-bench-Live, SWE-Flow and
-Terminal-Bench. All are listed, and eight are read. Its training (table 2) took 2,438 tasks of SWE-Gym, 21,336 of
+The ten sets of the MegaFlow paper ([arXiv 2601.07526](https://arxiv.org/abs/2601.07526), table 1) are listed, and all
+but SWE-Flow and the first Terminal-Bench are read. Its training (table 2) took 2,438 tasks of SWE-Gym, 21,336 of
 SWE-rebench, 4,723 of Multi-SWE-RL, and 30,274 that are not public.
 
 """
@@ -104,18 +103,19 @@ SWE-rebench, 4,723 of Multi-SWE-RL, and 30,274 that are not public.
 OPTIONS = """\
 # Options of a model call
 
-This page lists how the gateway handles each option of an agent's call, by API, and how the option affects `loss_mask`.
-The gateway drops options that no table lists. A null value counts as missing.
+How the gateway handles each option of an agent's call, by API, and how the option affects `loss_mask`. The gateway
+drops options that no table lists. A refused option is an error 400 that names it, unless its value is null or empty.
 
 A call is *free* if it is sampled under the policy's own settings (`model.sampling` in the campaign file) and nothing
-constrains the answer. Tokens of a free call get `loss_mask` 1. Tokens of any other call get 0 and keep their `logprob`.
-If a call omits a sampling option, the gateway sends the policy's setting.
+constrains the answer. Its tokens get `loss_mask` 1. Tokens of any other call get 0 and keep their `logprob`. If a call
+omits a sampling option, the gateway sends the policy's setting.
 
 """
 
 APIS = {
     "/chat/completions": "OpenAI's chat completions. The gateway converts the messages and responses APIs to it.",
-    "/completions": "OpenAI's completions of a prompt. This table has only what differs from chat completions.",
+    "/completions": "OpenAI's completions of a prompt. As for chat completions, but without the options of chats, such "
+    "as `messages` and `tools`, which are dropped. In addition:",
     "/messages": "Anthropic's messages, and `/v1/messages/count_tokens`.",
     "/responses": "OpenAI's responses.",
     "/models/MODEL:generateContent": "Gemini's generateContent, also below `/v1beta`, with "
@@ -170,13 +170,11 @@ def recipes() -> Iterator[str]:
         cells = (f"[`{recipe.name}`]({readme})", recipe.summary, recipe.needs.image, recipe.needs.gpu, packages)
         yield f"| {' | '.join(cells)} |"
     yield from ("", "## Figures", "")
-    yield "Published figures, and what these recipes gave here. `megaflow-hpc recipes NAME` names sources, machines and"
-    yield "times, which differ: compare with care. Where no model was measured, solutions got 1 and doing nothing 0."
-    yield from ("", "| recipe | expected | measured |", "| --- | --- | --- |")
-    for recipe in found:
-        measured = [m.figure for m in recipe.measured if "no model" not in m.figure and "not run" not in m.figure]
-        cells = ("; ".join(e.figure for e in recipe.expected), "; ".join(measured))
-        yield f"| `{recipe.name}` | {' | '.join(cells)} |"
+    yield "Published figures to compare with. `megaflow-hpc recipes NAME` names their sources, and what the recipe gave"
+    yield "here, with model, machine and time. Only tiny models were measured here (SmolLM2-135M-Instruct and smaller);"
+    yield "they solve little or nothing. Solutions get 1 and doing nothing 0."
+    yield from ("", "| recipe | published |", "| --- | --- |")
+    yield from (f"| `{recipe.name}` | {'; '.join(e.figure for e in recipe.expected)} |" for recipe in found)
     yield ""
 
 
@@ -185,13 +183,18 @@ def sets() -> Iterator[str]:
     from megaflow_hpc.tasks.sets.download import task_sets
 
     for name, each in sorted(task_sets().items()):
-        numbers = ((each.tasks, "tasks"), (each.bytes, "bytes to download"), (each.image_bytes, "bytes of images"))
-        parts = [f"{number:,} {what}" for number, what in numbers if number and isinstance(number, int)]
+        sizes = ((each.bytes, "download"), (each.image_bytes, "images"))
+        parts = [f"{each.tasks:,} tasks"] if each.tasks and isinstance(each.tasks, int) else []
+        parts += [f"{what} {_size(size)}" for size, what in sizes if size and isinstance(size, int)]
         parts += [f"images: {each.images}"] if each.images not in ("", "unknown") else []
         parts += [f"licence: {each.licence}"] if each.licence not in ("", "unknown") else []
         parts.append(f"read as {each.format}" if each.format else f"not read: {each.unread}")
         yield f"- `{name}` ([{each.title}]({each.page})): {'; '.join(parts)}"
     yield ""
+
+
+def _size(number: int) -> str:
+    return f"{number / 1e9:.3g} GB" if number >= 1e9 else f"{number / 1e6:.3g} MB"
 
 
 def options() -> Iterator[str]:
@@ -212,22 +215,21 @@ def options() -> Iterator[str]:
         for option, entry in sorted(TABLES[path].items()):
             constrains = (TABLES["/chat/completions"][entry.becomes] if entry.becomes else entry).constrains
             if entry.refused:
-                fate = f"error 400 unless it is empty: {entry.refused}"
+                fate = f"refused: {entry.refused.removeprefix('is ')}"
             elif not entry.passed:
-                fate = "dropped"
+                continue
             else:
                 fate = f"passed on as `{entry.becomes}`" if entry.becomes not in ("", option) else "passed on"
             mask = ("0" if constrains == "always" else f"0 if {constrains}") if constrains else "1"
-            handling[option] = fate, "no call" if entry.refused else mask
+            handling[option] = fate, "" if entry.refused else mask
         if path == "/chat/completions":
             chat = handling
         if path == "/completions":
-            unlisted = {option: ("dropped", "1") for option in sorted(chat.keys() - handling.keys())}
-            handling = {option: row for option, row in (handling | unlisted).items() if chat.get(option) != row}
+            handling = {option: row for option, row in handling.items() if chat.get(option) != row}
         rows: dict[tuple[str, str], list[str]] = {}
         for option, row in handling.items():
             rows.setdefault(row, []).append(f"`{option}`")
-        order = sorted(rows, key=lambda row: (row[1] == "no call", row[0] == "dropped", row[1] == "1", row))
+        order = sorted(rows, key=lambda row: (not row[1], row[1] == "1", row))
         yield from (f"| {' '.join(rows[row])} | {row[0]} | {row[1]} |" for row in order)
         yield ""
 

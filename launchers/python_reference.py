@@ -15,8 +15,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "megaflow_hpc"
 INTRODUCTION = """\
 # Python
 
-This page shows the docstrings of the public API: parameters and attributes as `name: type = default`, then what is
-raised. Other modules may change in any release.
+The docstrings of the public API: parameters and attributes as `name: type = default`, then errors. `PathLike` stands
+for `str | os.PathLike[str]`. Other modules may change in any release.
 
 ```text
 from megaflow_hpc import Campaign, Run, open_trajectories      # plan, submit, follow, read
@@ -24,8 +24,7 @@ from megaflow_hpc.training.dataflow import Dataflow            # train with a lo
 from megaflow_hpc.types import AgentResult, Task               # write agents and tasks
 ```
 
-The [notebook](../tutorials/notebook.ipynb) runs a campaign and plots its results. Names are imported on first use, so
-`import megaflow_hpc` takes milliseconds. `repr` of an object says what it is. Every error that the package raises
+The [notebook](../tutorials/notebook.ipynb) runs a campaign and plots its results. Every error that the package raises
 deliberately is a [`MegaflowError`](#errors), whose message names value, expectation and remedy.
 
 """
@@ -35,11 +34,12 @@ SECTIONS: dict[str, tuple[tuple[str, str], ...]] = {
     "Trajectories": (
         ("trajectories/reading/store.py", "open_trajectories TrajectoryStore Row"),
         ("trajectories/reading/conversations.py", "Conversation ConversationCall"),
-        ("trajectory.py", "Trajectory Turn TokenSequence Attempt"),
+        ("trajectory.py", "Trajectory TokenSequence Turn Attempt"),
+        ("types.py", "Artifact"),
     ),
     "Comparing": (
         ("report/figures.py", "figures_of RunFigures"),
-        ("report/comparison.py", "compare Difference matrix_of Matrix"),
+        ("report/comparison.py", "compare Difference"),
         ("report/charts.py", "charts_of Chart"),
     ),
     "Training": (
@@ -47,7 +47,7 @@ SECTIONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("training/microbatch.py", "Minibatch MicroBatch"),
         ("rundir/training.py", "Commit"),
     ),
-    "Tasks": (("types.py", "Task Limits Verdict Artifact"), ("tasks/loading.py", "load_tasks")),
+    "Tasks": (("types.py", "Task Limits"),),
     "Agents": (("types.py", "Agent ResumableAgent AgentResult ModelEndpoint"),),
     "Sandboxes": (
         ("types.py", "Sandbox ExecResult"),
@@ -65,21 +65,41 @@ SECTIONS: dict[str, tuple[tuple[str, str], ...]] = {
 """Title of a section → (source file, names) in the order of the page."""
 
 HIDDEN = {
-    "ApptainerProvider": "terminal",
-    "Campaign": "where site_mistakes start",
-    "Dataflow": "amend again check try_plan committed ordinal sequences leave_out add_checkpoint request images",
+    "ApptainerProvider": "terminal stage prefetch",
+    "Campaign": "where site_mistakes start runs",
+    "Dataflow": "start checkpoint amend again check try_plan committed ordinal sequences leave_out add_checkpoint "
+    "request images",
     "Difference": "label",
     "Run": "jobs live_jobs tended job_uses pods_live over follow conclude stored_rollouts job_ids check_stopped",
     "SandboxSpec": "check parsed_binds as_root",
-    "Trajectory": "begin to_record from_record",
-    "TokenSequence": "expert_row first to_record from_record",
+    "Row": "conversation_record",
+    "TrajectoryStore": "flat lengths",
+    "Commit": "plan columns amendments at trainer",
+    "Step": "plan amendments columns sequences images",
+    "RunFigures": "unphased repeated versions",
     "Task": "to_dict from_dict",
 }
-"""Class → methods that only this package calls."""
+"""Class → methods and attributes that only this package needs."""
+COLUMNS = {
+    "Row": "Each column of [`/trajectories`](trajectory-format.md#trajectories) is an attribute, such as `id` and "
+    "`reward`, except offsets and the number of `turns`. These are attributes too:",
+    "Trajectory": "Attributes: those of `Row` as plain Python values. `messages` has the messages of all "
+    "conversations, and `parents` the index of the message before each.",
+    "TokenSequence": "Attributes: `policy`, `tokens`, `logprobs`, `loss_mask`, `weight_versions`, `experts` and "
+    "`images`, as in the [file](trajectory-format.md#tokens). `Row.sequences` has them as numpy arrays.",
+    "Turn": "Attributes: the columns of [`/turns`](trajectory-format.md#turns).",
+    "Attempt": "Attributes: the columns of [`/attempts`](trajectory-format.md#attempts).",
+}
+"""Class → description of those attributes that are columns of the file, which the page does not repeat."""
+OUTPUTS = {"Cancelled", "Chart", "Commit", "Conversation", "ConversationCall", "Difference", "ExecResult", "Findings"}
+OUTPUTS |= {"MicroBatch", "RunFigures"}
+"""Classes that only this package constructs, so that the page omits the defaults of their attributes."""
+UNTYPED = {"RunFigures"}
+"""Classes whose undocumented attributes have types that the page does not show."""
 FROM_METHODS = {"MicroBatch", "Minibatch", "Row", "Step", "TrajectoryStore"}
 """Classes whose objects come from methods, so that the page omits how they are constructed."""
 HEADINGS = ("Args", "Returns", "Yields", "Raises", "Attributes")
-NOT_RUN = "<!-- not run: example of a docstring -->"
+NOT_RUN = "<!-- not run: an example -->"
 
 
 def page() -> str:
@@ -94,6 +114,7 @@ def page() -> str:
                 lines += _entry(found[name], module)
     text = re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
     text = re.sub(r"(?<=\n)((?:- |  ).*\n)\n(?=- )", r"\1", text)
+    text = re.sub(r"str \| (os\.PathLike\[str\]|Path\b)", "PathLike", text)
     return INTRODUCTION + text.rstrip() + "\n"
 
 
@@ -110,6 +131,10 @@ def _entry(node: ast.AST, module: str) -> Iterator[str]:
     init = next((one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
     made = _signature(init, node.name) if init and node.name not in FROM_METHODS else node.name
     yield from (f"### `{node.name}`", "", f"`{module}.{made}`", "", *_document(node), "")
+    if node.name in COLUMNS:
+        yield from (COLUMNS[node.name], "")
+        if node.name != "Row":
+            return
     attributes = list(_attributes(node))
     yield from (["Attributes:", "", *attributes] if made != node.name and attributes[1:] else attributes)
     hidden = HIDDEN.get(node.name, "").split()
@@ -130,8 +155,11 @@ def _attributes(node: ast.ClassDef) -> Iterator[str]:
     for place, one in enumerate(node.body):
         text = ""
         if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
+            if node.name in COLUMNS:
+                continue
             name, kind = one.target.id, ast.unparse(one.annotation)
-            kind += f" = {ast.unparse(one.value)}" if one.value and not isinstance(one.value, ast.Call) else ""
+            if one.value and not isinstance(one.value, ast.Call) and node.name not in OUTPUTS:
+                kind += f" = {ast.unparse(one.value)}"
             after = node.body[place + 1] if place + 1 < len(node.body) else None
             if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 text = _inline(" ".join(str(after.value.value).split()))
@@ -145,7 +173,7 @@ def _attributes(node: ast.ClassDef) -> Iterator[str]:
         if text:
             yield f"- `{name}: {kind}`: {text}"
         else:
-            unexplained.append(f"`{name}: {kind}`")
+            unexplained.append(f"`{name}`" if node.name in UNTYPED else f"`{name}: {kind}`")
     if unexplained:
         yield f"- {', '.join(unexplained)}"
     yield ""

@@ -15,8 +15,7 @@ long."""
 class MegaflowError(Exception):
     """Base class of all errors that the package raises deliberately. ``exit_status`` is the command's exit status.
 
-    A message longer than :data:`MAX_MESSAGE_CHARACTERS` is truncated in the middle, because it begins with the location
-    and ends with the remedy.
+    A message longer than :data:`MAX_MESSAGE_CHARACTERS` is truncated in the middle.
     """
 
     exit_status = 1

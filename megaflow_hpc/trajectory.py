@@ -203,7 +203,7 @@ class Recording:
 
 @dataclass
 class Trajectory:
-    """All stored data of one rollout. It is one record of a journal and one row of ``trajectories.h5``. ``None`` means
+    """All stored data of one rollout: a record of a journal, and a row of ``trajectories.h5``. ``None`` means
     unknown."""
 
     id: str

@@ -397,13 +397,11 @@ class AgentResult:
     messages: list[dict[str, Any]] = field(default_factory=list)
     """The conversation in OpenAI format. It is stored only if the gateway recorded no messages."""
     turn_rewards: list[float] = field(default_factory=list)
-    """Rewards of the model calls, in order, for training. They are stored as the rewards ``turn.0``, ``turn.1``, …"""
+    """Rewards of the model calls, in order, stored as ``turn.0``, ``turn.1``, …"""
     rewards: dict[str, float] = field(default_factory=dict)
-    """Further rewards by name, such as rewards of a team's roles. If the verifier gives a reward of the same name, that
-    one is stored."""
+    """Further rewards by name, such as those of a team's roles. A verifier's reward of the same name replaces one."""
     state: dict[str, Any] | None = None
-    """State for ``resume``, which msgpack must be able to encode. ``run`` sets it if a model call was refused because
-    the rollout is being suspended."""
+    """State for ``resume``, which msgpack must be able to encode. Set if the rollout is suspended."""
 
 
 class Agent(Protocol):
@@ -443,7 +441,7 @@ class Artifact:
 
     name: str
     data: bytes
-    """Content of the file. The code that collects the file limits its size."""
+    """Content of the file."""
 
     def __repr__(self) -> str:
         return f"<Artifact {self.name!r}: {len(self.data)} bytes>"

@@ -47,7 +47,7 @@ class Campaign:
         fields: The campaign file's keys as Python values.
 
     Raises:
-        ConfigError: A value is invalid. The message names key, value and remedy.
+        ConfigError: A value is invalid.
     """
 
     def __init__(self, **fields: Any) -> None:
@@ -67,7 +67,7 @@ class Campaign:
         """Reads a campaign file.
 
         Raises:
-            ConfigError: A value is invalid. The message names file, line, value and remedy.
+            ConfigError: A value is invalid.
         """
         campaign = cls.__new__(cls)
         loaded = config_module.read(path)

@@ -404,7 +404,7 @@ class Run:
     # --- control ---
 
     def scale(self, pods: int) -> dict[str, list[str]]:
-        """Adds or removes pods until ``pods`` are queued or running. See :meth:`Jobs.scale`."""
+        """Adds or removes pods until ``pods`` are queued or running."""
         if not site.has_slurm():
             raise SiteError("scale adds and removes Slurm jobs, but Slurm is not available here")
         self.dir.check_ours(to_run=True)

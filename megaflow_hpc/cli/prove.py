@@ -33,10 +33,9 @@ def register(subparsers: Subparsers) -> None:
         "test this site with real jobs and write a report",
         examples=["prove campaign.yaml", "prove campaign.yaml --preempt=--partition=urgent"],
         description="Submits a job on two nodes and small campaigns with the site settings of a campaign file. It "
-        "tests the file system, network and sandboxes of the nodes, kills a worker, lets a walltime end, calls the "
-        "campaign's model, has a pod preempted if asked, and looks for leftover processes. It takes about ten minutes "
-        "plus the time in the queue. The report names what failed, with a remedy, and hides your name, accounts and "
-        "directories.",
+        "tests file system, network and sandboxes, kills a worker, lets a walltime end, calls the campaign's model, "
+        "and has a pod preempted if asked. Takes about ten minutes plus the time in the queue. The report names what "
+        "failed, with a remedy, and hides your name, accounts and directories.",
     )
     parser.add_argument(
         "campaign", metavar="CAMPAIGN", help="campaign file, whose partitions, accounts, images and models are used"

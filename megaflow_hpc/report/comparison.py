@@ -45,11 +45,11 @@ class Difference(msgspec.Struct, kw_only=True):
 
     axis: Axis
     name: str
-    """The value of the axis: the label of a run, or the name of a policy, agent or role."""
+    """Value of the axis: the label of a run, or the name of a policy, agent or role."""
     against: str
     """Baseline value of the axis."""
     where: dict[Axis, str] = {}
-    """Values of the other axes, if these have several. They are the same in both arms."""
+    """Values of the other axes, the same in both arms."""
     tasks: int
     """Number of tasks rated in both arms. 0 if there is nothing to compare."""
     tasks_only_here: int = 0
@@ -61,7 +61,7 @@ class Difference(msgspec.Struct, kw_only=True):
     low: float | None = None
     high: float | None = None
     p: float | None = None
-    """Two-sided p-value of the sign-flip test. Not corrected for the number of comparisons."""
+    """Two-sided p-value of the sign-flip test, not corrected for the number of comparisons."""
     better: int = 0
     """Number of common tasks with a higher mean reward than ``against``."""
     worse: int = 0

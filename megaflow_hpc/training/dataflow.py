@@ -220,8 +220,7 @@ class Step:
     ) -> Version:
         """Publishes a model directory as the weights after this step. Idempotent.
 
-        If the campaign sets ``publish_delta`` and the difference from the last full version is small, only a delta is
-        published.
+        With ``publish_delta``, only the difference from the last full version is published if it is small.
 
         Args:
             folder: weights in the engine's format.
@@ -268,7 +267,7 @@ class Step:
 
         Raises:
             ConfigError: the checkpoint directory is missing.
-            LedgerError: a later trainer has taken over; this one must end.
+            LedgerError: a later trainer has taken over.
         """
         flow = self._flow
         if flow.rank:
@@ -299,17 +298,15 @@ class Dataflow:
         run: the run directory.
         policy: the policy to train. Optional if the campaign trains only one.
         rank, ranks: rank of this process in a distributed trainer, and the number of ranks.
-        training: a section ``training`` for a campaign without one. Training then uses the campaign's planned rollouts
-            as they arrive, regardless of staleness, and requests no further rollouts.
-        say: called with a line about what a step is waiting for, at most every 30 s. By default, the line is logged.
-        agree: broadcasts rank 0's value to all ranks, so that all ranks apply the same amendments. Required if there
-            are several ranks, because each rank may otherwise read different amendments when a step starts. Also an
-            attribute, for values that JSON can represent. All ranks must call it the same number of times, because
-            :meth:`steps` calls it too.
+        training: a section ``training`` for a campaign without one. Training then uses the planned rollouts as they
+            arrive, and requests no others.
+        say: called with a line about what a step is waiting for, at most every 30 s. Default: the line is logged.
+        agree: returns rank 0's value on all ranks, so that all apply the same amendments. Required with several ranks.
+            Also an attribute, for values that JSON can represent. All ranks must call it equally often.
 
     Raises:
-        ConfigError: the run or the policy is missing, the policy has no model that can be trained, the campaign has no
-            section ``training``, or the source file of a user function was changed.
+        ConfigError: the run, the policy, its model or the section ``training`` is missing, or the source file of a
+            user function was changed.
     """
 
     def __init__(
@@ -381,8 +378,7 @@ class Dataflow:
     # --- start and end ---
 
     def restore(self) -> Commit | None:
-        """Returns the last commit whose checkpoint exists, or ``None``. Training continues from this commit, whose
-        ``checkpoint`` is an absolute path.
+        """Returns the last commit whose checkpoint exists, or ``None``. Its ``checkpoint`` is an absolute path.
 
         >>> if (state := flow.restore()) is not None:                 # doctest: +SKIP
         ...     logits = np.load(f"{state.checkpoint}/logits.npy")
@@ -404,7 +400,7 @@ class Dataflow:
 
         Raises:
             ConfigError: a reward is infinite, or the run directory is damaged.
-            LedgerError: a later trainer has taken over; this one must end.
+            LedgerError: a later trainer has taken over.
             StarvedError: no pod has run or been queued for a quarter of an hour.
             OSError: the run directory has not answered for too long.
         """
@@ -437,8 +433,7 @@ class Dataflow:
         self.trainer = self.files.enter(Trainer.here(self.policy))
 
     def close(self) -> None:
-        """Stops requesting rollouts, so that the campaign can end. If this is not called, because the trainer dies or
-        is requeued, the campaign stays open."""
+        """Stops requesting rollouts, so that the campaign can end. Until this is called, the campaign stays open."""
         if self._lease is not None:
             self._lease.close()
             self._lease = None
@@ -512,9 +507,8 @@ class Dataflow:
     def add(self, tasks: Sequence[str], token: str, samples: int | None = None) -> None:
         """Requests tasks immediately, in addition to those that ``training.prompts`` chooses.
 
-        Steps take complete groups first. A step takes more groups than a batch if the remaining groups would be too old
-        for the next step. Call this method between two steps. During a step, the tasks would be sampled with the
-        weights from before the step.
+        Steps take complete groups first, and more groups than a batch if the others would be too old for the next
+        step. Call this method between two steps, or the tasks are sampled with the weights from before the step.
 
         Args:
             tasks: ids of the campaign's tasks.
@@ -546,7 +540,7 @@ class Dataflow:
 
         Raises:
             ConfigError: the checkpoint directory is missing.
-            LedgerError: a later trainer has taken over; this one must end.
+            LedgerError: a later trainer has taken over.
         """
         commit = self.files.read(Commit, step)
         if not self.rank and commit is not None:

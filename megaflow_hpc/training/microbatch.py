@@ -31,11 +31,11 @@ class MicroBatch:
     tokens: NDArray[np.int32]
     """Token ids, shape (T)."""
     positions: NDArray[np.int32]
-    """Position of each token in its sequence, counted from 0, shape (T)."""
+    """Position of each token in its sequence, from 0, shape (T)."""
     offsets: NDArray[np.int64]
     """Start of each sequence, followed by T, shape (S+1)."""
     mask: NDArray[np.uint8]
-    """1 for tokens to train on, which are those that the policy sampled freely. 0 for other tokens. Shape (T)."""
+    """1 for tokens to train on, otherwise 0, shape (T)."""
     logprobs: NDArray[np.float32]
     """The engine's log-probability of each token, shape (T). 0 where the mask is 0."""
     versions: NDArray[np.int32]
@@ -45,21 +45,20 @@ class MicroBatch:
     weights: NDArray[np.float32]
     """Loss factor of each token, shape (T). 0 where the mask is 0."""
     sample: NDArray[np.int32]
-    """For each sequence, the index of its rollout in the step, shape (S)."""
+    """Index of each sequence's rollout in the step, shape (S)."""
     sequence: NDArray[np.int32]
-    """For each sequence, its index among the policy's sequences in the rollout, shape (S)."""
+    """Index of each sequence among the policy's in its rollout, shape (S)."""
     group: NDArray[np.int32]
-    """For each sequence, the index of its group in the step, shape (S)."""
+    """Index of each sequence's group in the step, shape (S)."""
     rollout_tokens: NDArray[np.int64]
-    """For each sequence, the number of tokens to train on in its whole rollout, shape (S)."""
+    """Number of tokens to train on in each sequence's whole rollout, shape (S)."""
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    """Extra values for sampled tokens by column name, each of shape (T). See
-    :mod:`megaflow_hpc.training.trainer.columns`."""
+    """Extra values of tokens by column name, each of shape (T). See :mod:`megaflow_hpc.training.trainer.columns`."""
     experts: NDArray[np.int16] | None = None
     """Experts to which the engine routed each token, shape (T, layers, experts per token). -1 if unknown. ``None`` if
-    no sequence has recorded experts."""
+    no sequence has any."""
     images: tuple[tuple[ShownImage, ...], ...] = ()
-    """Images in each sequence (S), sorted by position in the sequence. Empty if no sequence contains images."""
+    """Images in each sequence (S), sorted by position. Empty if there are none."""
 
     def __repr__(self) -> str:
         sequences = len(self.offsets) - 1

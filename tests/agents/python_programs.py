@@ -17,8 +17,7 @@ import yaml
 from megaflow_hpc import open_trajectories
 from megaflow_hpc.agents.command import PACKAGES
 from tests.support.campaigns import run_local
-from tests.support.places import ROOT
-from tests.support.programs import NEW, OLD, repair, row_of, train_with_programs
+from tests.support.programs import NEW, OLD, documented_apis, repair, train_with_programs, used_apis
 
 EDIT = f"It subtracts.\n\ncalc.py\n```python\n<<<<<<< SEARCH\n    {OLD}\n=======\n    {NEW}\n>>>>>>> REPLACE\n```\n"
 
@@ -81,7 +80,7 @@ def test_each_program_repairs_a_file_and_is_recorded_as_one_sequence(
         assert (found.status, found.reward, found.error) == ("completed", 1.0, ""), done.stderr
         assert [turn.sequence for turn in found.turns] == [0] * len(ANSWERS[agent])
         assert (found.constrained, found.inexact) == (0, 0)
-        assert row_of(agent, found) in (ROOT / "docs/how-to/agents.md").read_text()
+        assert used_apis(found) == documented_apis(agent)
 
 
 def test_all_programs_feed_one_training_step(

@@ -18,6 +18,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.training.plan import StepPlan, TrainingFiles
 from megaflow_hpc.trajectory import CALLS_FILE, Trajectory
 from tests.support.campaigns import run_local
+from tests.support.places import ROOT
 from tests.support.scripted import block
 from tests.support.stand_in_trainer import interpreter
 
@@ -62,11 +63,18 @@ def repair(agent: str) -> list[dict[str, Any]]:
     return [look, {"tool": "exec_command", "arguments": {"cmd": command}, "reasoning": "It subtracts."}, done]
 
 
-def row_of(agent: str, trajectory: Trajectory) -> str:
-    """Return the agent's row of the table of APIs in docs/how-to/agents.md."""
+def used_apis(trajectory: Trajectory) -> set[str]:
+    """Return the APIs that a rollout's calls used."""
     (lines,) = (one.data for one in trajectory.artifacts if one.name == CALLS_FILE)
-    used = {json.loads(line)["api"] for line in lines.splitlines()}
-    return f"| `{agent}` | {' | '.join('exact' if api in used else '' for api in TABLES if api != '/completions')} |"
+    return {json.loads(line)["api"] for line in lines.splitlines()}
+
+
+def documented_apis(agent: str) -> set[str]:
+    """Return the APIs that docs/how-to/agents.md names for an agent."""
+    page = (ROOT / "docs/how-to/agents.md").read_text()
+    (row,) = (line for line in page.splitlines() if line.startswith(f"| `{agent}` | `"))
+    column = row.split(" | ")[2].replace(":streamGenerateContent", "/v1/models/MODEL:generateContent")
+    return {api for api in TABLES if f"`/v1{api}`" in column}
 
 
 SUB_AGENTS = {"claude-code": ("Agent", "Read"), "opencode": ("task", "read"), "qwen-code": ("agent", "read_file")}

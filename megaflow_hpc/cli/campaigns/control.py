@@ -65,8 +65,8 @@ def register(subparsers: Subparsers) -> None:
             type=request(key),
             metavar=f"[JOBS=]{metavar}",
             dest="requests",
-            help=f"{what} for new jobs: {metavar} for pods, or servers={metavar}, trainer=…, gather=…; "
-            "none: the site's default",
+            help=f"{what} for new jobs of JOBS: pods (the default), servers, trainer or gather; none: the site's "
+            "default",
         )
     resume.add_argument("--no-wait", action="store_true", help="submit and return")
     add_launcher(resume)

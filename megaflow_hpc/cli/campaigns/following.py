@@ -144,8 +144,8 @@ def add_launcher(parser: argparse.ArgumentParser) -> None:
         "--launcher",
         choices=("auto", "local", "slurm"),
         default="auto",
-        help="where pods and engines run; auto (the default): a run that has only run on this machine continues here, "
-        "others run on Slurm if it is available, else on this machine, unless the file has a slurm: section",
+        help="where pods and engines run; auto (the default): here if the run has only run here, else on Slurm if it "
+        "is available, else here, unless the file has a slurm: section",
     )
     parser.add_argument(
         "--ranks", type=whole(1), default=1, metavar="N", help="with --launcher local: MPI ranks of the pod (1: no MPI)"

@@ -32,8 +32,8 @@ def register(subparsers: Subparsers) -> None:
         _recipes,
         "list complete campaigns to start from, or show one",
         examples=["recipes", "recipes reasoning", "init --recipe reasoning"],
-        description="A recipe is a campaign with its tasks, its agent, a rehearsal that takes seconds, and figures to "
-        f"compare with. megaflow-hpc init --recipe NAME writes its files. {docs('how-to/recipes.md')} compares all.",
+        description="A recipe is a complete campaign with its tasks, its agent, a rehearsal and figures to compare "
+        f"with. megaflow-hpc init --recipe NAME writes its files. {docs('how-to/recipes.md')} compares all.",
     )
     recipes.add_argument("name", metavar="NAME", nargs="?", help="show this recipe; default: list all")
 

@@ -18,16 +18,16 @@ replaces a file only when the new one is complete.
 
 formats:
   jsonl    everything, one trajectory a line; megaflow-hpc import reads it back
-  parquet  one row per trajectory: pandas, Polars, DuckDB, Hugging Face datasets
-  verl     verl.parquet: prompts, responses, masks and log-probabilities per token sequence
-  areal    areal.parquet: input_ids, loss_mask, logprobs, versions, rewards per token sequence
-  atif     atif/: Harbor's trajectory format, one JSON document per trajectory
+  parquet  one row per trajectory
+  verl     verl.parquet: one row per token sequence
+  areal    areal.parquet: one row per token sequence
+  atif     atif/: Harbor's trajectory format
   preds    preds.json: SWE-bench predictions, from the patch of each rollout
-  harbor   harbor/: a jobs directory for harbor view
-  inspect  inspect/: logs for inspect view, one per policy
-  traces   traces/: files for the trace viewer of the Hugging Face Hub, one per conversation
+  harbor   harbor/: for harbor view
+  inspect  inspect/: for inspect view
+  traces   traces/: for the trace viewer of the Hugging Face Hub
 
-An expression (--where) can use columns of the campaign file (status, reward, policy, group, task, agent, turns, …),
+An expression (--where) can use columns of trajectories.h5 (status, reward, policy, group, task, agent, turns, …),
 single rewards (rewards['tests']), tokens, duration_s, weight_version_min and weight_version_max.
 """
 
@@ -51,7 +51,7 @@ def register(subparsers: Subparsers) -> None:
         "--format",
         required=True,
         metavar="F[,F…]",
-        help="jsonl, parquet, verl, areal, atif, preds, harbor, inspect, traces; separated by commas",
+        help="formats, separated by commas",
     )
     export.add_argument("--where", metavar="EXPR", help="export only trajectories for which the expression is true")
     add_output(export, "directory to write to (RUN/export)", metavar="DIR")

@@ -29,9 +29,8 @@ and layers, which several images can share. Each node copies the images that it 
 once ({docs("how-to/images.md")}).
 """
 STORE = (
-    "directory of the store; default: MEGAFLOW_IMAGE_STORE, else the campaign's environment.image_store, else a "
-    "directory of the site with enough space, else ~/.megaflow-hpc/images; if several are given, separated by colons, "
-    "new images are written to the first"
+    "directory of the store, or several, separated by colons: new images are written to the first; default: "
+    "MEGAFLOW_IMAGE_STORE, else the campaign's environment.image_store or that key's default"
 )
 
 
@@ -156,9 +155,9 @@ def register(subparsers: Subparsers) -> None:
         "prune",
         _prune,
         "remove images from the store",
-        "Removes the named images and those older than --older-than days. Also removes layers that no image uses, and "
-        "files that killed builders left. Keeps new layers for a day, because a build may need them, and the bases of "
-        "remaining images. Runs that were planned with a removed image cannot continue.",
+        "Removes the named images and those older than --older-than days, layers that no image uses, and files that "
+        "killed builders left. Keeps layers of the last day, and bases of remaining images. Runs that were planned "
+        "with a removed image cannot continue.",
         ["images prune 3f2a9c0b --dry-run", "images prune --older-than 90", "images prune --staged"],
     )
     prune.add_argument("image", metavar="DIGEST", nargs="*", help="digest of an image, or its beginning")

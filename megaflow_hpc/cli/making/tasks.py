@@ -17,24 +17,20 @@ from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.resources import docs
 
 IMPORT = """\
-NAME[@VERSION] is a task set of --list. Its files come from the Hugging Face Hub (HF_ENDPOINT, HF_TOKEN) or a git
-archive, or from --from DIR. Repeated, it continues a download that broke off. Each file's SHA-256 is recorded in
-DIR/NAME.source.json. Parquet files need pip install 'megaflow-hpc[export]'.
+NAME[@VERSION] is a task set of --list. Its files come from the Hugging Face Hub (HF_ENDPOINT, HF_TOKEN), a git archive
+or --from DIR. Repeated, the command continues a download that broke off. DIR/NAME.source.json records each file's
+SHA-256. Parquet files need pip install 'megaflow-hpc[export]'.
 
-X.jsonl: reads JSON lines of SWE-bench, SWE-Gym, SWE-rebench, SWE-bench-Live, SWE-smith or Multi-SWE-bench, and reports
-how each instance is tested: script (the command of the line or of the swebench package, which parses the log) or named
-(pytest with the test ids). Leaves out lines that cannot be read or tested, and reports why. With --output, writes the
-instances to DIR/NAME.jsonl in a uniform format, with the values of the options. A campaign also reads X.jsonl itself:
-tasks: [{path: X.jsonl}].
+X.jsonl: reads JSON lines in the format of SWE-bench and its relatives, and reports how each instance is tested: script
+(the command of the line or of the swebench package) or named (pytest with the test ids). Leaves out lines that cannot
+be read or tested, and reports why. With --output, writes the instances to DIR/NAME.jsonl, with the values of the
+options. A campaign also reads X.jsonl itself: tasks: [{path: X.jsonl}].
 """
 
 BUILD = f"""\
 A bug file names two releases of a package, the tests that tell them apart and an issue text; an example is in
 {docs("how-to/real-bugs.md")}.
-Pip fetches both source distributions, with its own configuration. Existing files are kept, so the command can be
-repeated after an interruption.
-
-With --base the tasks' common image is built too, on top of an image that has python3 and git.
+Pip fetches both source distributions. Existing files are kept, so the command can be repeated.
 
 then, in a campaign file:
   tasks: [tasks/bugs/*]
@@ -43,12 +39,11 @@ then, in a campaign file:
 
 VALIDATE = """\
 Each task runs twice in fresh sandboxes: unchanged (reward 0 expected) and with its solution (reward 1 expected). For
-tasks made by tasks build, single tests are compared too: a named test must fail before, not just be missing. Tasks that
-cannot be read are reported and left out. Exit status 1 if a task is invalid or left out.
-
-SOURCE is a task directory, a directory of tasks, or another source that a campaign's "tasks:" can name: a quoted
-pattern, a module:Class, or a JSONL file.
+tasks made by tasks build, each named test must fail before, not just be missing. Tasks that cannot be read are reported
+and left out. Exit status 1 if a task is invalid or left out.
 """
+
+SOURCE = "a task directory, a directory of tasks, a quoted pattern, a module:Class, or a JSONL file"
 
 
 def register(subparsers: Subparsers) -> None:
@@ -73,7 +68,7 @@ def register(subparsers: Subparsers) -> None:
     )
     build.add_argument("bugs", metavar="BUGS.yaml", help="the bug file")
     add_output(build, "directory in which to create the task directories", required=True, metavar="DIR")
-    build.add_argument("--base", metavar="SIF", help="image to build the tasks' image on; without it no image is built")
+    build.add_argument("--base", metavar="SIF", help="also build the tasks' image, on this one with python3 and git")
     build.add_argument("--image", metavar="SIF", help="the image to build; default: images/NAME.sif next to DIR")
     build.add_argument("--only", metavar="ID", action="extend", nargs="+", default=[], help="only these bugs")
     build.add_argument("--cache", metavar="DIR", help="cache of source distributions; default: ~/.cache/megaflow-hpc")
@@ -92,7 +87,7 @@ def register(subparsers: Subparsers) -> None:
         ],
         description=VALIDATE,
     )
-    validate.add_argument("source", metavar="SOURCE", help="the tasks, as described above")
+    validate.add_argument("source", metavar="SOURCE", help=SOURCE)
     validate.add_argument(
         "--image",
         metavar="SIF",
@@ -130,12 +125,10 @@ def register(subparsers: Subparsers) -> None:
         run_list,
         "print the tasks of a directory",
         examples=["tasks list tasks/bugs", "tasks list swe-bench-verified.jsonl"],
-        description='Lists the valid tasks of a directory or of another source that a campaign\'s "tasks:" can name, '
-        "and reports each task that cannot be read or tested on stderr. Exit status 2 if there is one.",
+        description="Lists the valid tasks, and reports each task that cannot be read or tested on stderr. Exit "
+        "status 2 if there is one.",
     )
-    listing.add_argument(
-        "source", metavar="SOURCE", help="a task directory, a directory of tasks, a quoted pattern, or a JSONL file"
-    )
+    listing.add_argument("source", metavar="SOURCE", help=SOURCE)
 
 
 def _add_import(verbs: Subparsers) -> None:

@@ -25,24 +25,21 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Writes a page about one run, or about several compared with the first: index.html, which opens offline, figures.json and
-a PNG of each chart. It shows rewards and pass@k with their intervals, timeline, concurrency, time per phase, tokens,
-failures, stragglers, cost, efficiency as in seff, training, and transcripts. Works while a campaign runs."""
+a PNG of each chart. It shows rewards, time, failures, cost, training and transcripts. Works while a campaign runs."""
 
 
 COMPARE_DESCRIPTION = """\
-Compares runs, or the policies, agents and roles within a run, task by task. Prints the difference of the mean reward
-over the tasks that both sides have rated, with its 95 % interval (paired, Student's t over tasks), the p-value of a
-sign-flip test, and wins and losses; then the mean reward of each task, tasks that differ most first. The others are
-compared with the first run, policy, agent or role, or with --against."""
+Compares runs, or the policies, agents and roles within a run, with the first one or with --against. Prints the
+difference of the mean reward over the tasks that both sides have rated, with its 95 % interval (paired, Student's t
+over tasks), the p-value of a sign-flip test, and wins and losses; then the mean reward of each task, tasks that differ
+most first."""
 
 TRACK_DESCRIPTION = """\
 Sends training steps, rewards, pass rates, tokens and durations of a run to Weights & Biases, MLflow, Trackio or
-TensorBoard, by policy (and by agent if a policy has several). Pods send nothing.
+TensorBoard, by policy (and by agent if a policy has several). Repeated, it sends only what is new.
 
 Each tracker stores below RUN/track unless --online is given. It then uses its own settings: WANDB_API_KEY,
 MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID or TRACKIO_SERVER_URL. Install the tracker's package where megaflow-hpc is.
-
-Repeated, also after it was killed, it sends what is new, and nothing twice.
 """
 
 

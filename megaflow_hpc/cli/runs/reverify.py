@@ -49,15 +49,13 @@ SHOWN = 10
 """Number of rollouts to list for each reason."""
 
 DESCRIPTION = """\
-Scores the verified rollouts of a run again, from what is stored. Nothing is sampled. New rewards are written to
-RUN/rewards/NAME, and read as rewards named NAME and NAME.PART; the campaign's own rewards stay. Repeated after Ctrl-C,
-a lost node or an error, it continues with the rollouts that have no reward of this name yet.
+Scores the verified rollouts of a run again, on this machine, from what is stored. New rewards are written to
+RUN/rewards/NAME, and read as rewards named NAME and NAME.PART; the campaign's own rewards stay. Repeated, it continues
+with the rollouts that have no reward of this name yet.
 
 Without --with, each task's verification runs again, as the task is today, on the stored patch in a fresh sandbox. With
---with, a function of yours, a class or a rubric scores the stored conversation. A rollout whose record lacks something
-is listed with the reason and left alone.
-
-It runs where it is called, and starts the campaign's judges there unless they still serve.
+--with, a function, a class or a rubric scores the stored conversation. A rollout whose record lacks something is listed
+with the reason. Judges of the campaign are started here unless they still serve.
 """
 
 

@@ -41,10 +41,9 @@ def register(subparsers: Subparsers) -> None:
             "shell latest 0 --command 'git status; python -m pytest -q'",
         ],
         description="Recreates the sandbox of a rollout on this machine, as the agent had it: image, work directory, "
-        "variables, user, mounts, and limits of memory, processes and disk. Applies the rollout's stored patch, if "
-        "any. Calls the run's own Python classes of agents or tasks only with --own-code, because they run outside of "
-        "the sandbox. The sandbox is removed after the shell. With --command, the exit status is the command's. "
-        "Programs in the sandbox can write any control sequence to your terminal.",
+        "variables, user, mounts and limits. Applies the rollout's stored patch, if any. Calls the run's own Python "
+        "classes of agents or tasks only with --own-code. The sandbox is removed after the shell. With --command, the "
+        "exit status is the command's. Programs in the sandbox can write any control sequence to your terminal.",
     )
     add_run(parser)
     parser.add_argument("id", metavar="ID", help="rollout id (<task>/<policy>/<sample>), or its row number")

@@ -98,10 +98,9 @@ def register(subparsers: Subparsers) -> None:
         _watch,
         "follow a run live: progress, rollouts, pods, engines, failures",
         description="Shows a run live on a terminal: progress, rollouts (the slowest and the stuck first), pods, "
-        "engines, failures by cause and node. Enter opens a rollout's transcript and log; ? lists the keys; q quits, "
-        "and the campaign continues. Into a file or pipe, prints lines until the campaign ends. Queries Slurm at most "
-        "twice a minute. While open, it submits pods that the site's limits did not allow before, and releases engine "
-        "servers on demand.",
+        "engines and failures. Enter opens a rollout's transcript and log; ? lists the keys; q quits, and the campaign "
+        "continues. Into a file or pipe, prints lines until the campaign ends. While open, it submits pods that the "
+        "site's limits did not allow before, and releases engine servers on demand.",
         examples=["watch RUN", "watch latest --json", "watch RUN --lines"],
     )
     add_run(watch)

@@ -37,10 +37,9 @@ def register(subparsers: Subparsers) -> None:
         "predict the memory and time that a training needs",
         examples=["training fit campaign.yaml", "training fit campaign.yaml --gpus 8 --gpu-memory 80 --json"],
         description="Predicts the peak memory of each GPU by its parts, the memory of a node, and the sizes of "
-        "checkpoints and weight versions, and names changes that make the training fit. Reads only the model's "
-        "config.json and the headers of its safetensors. Assumes that all experts get the same number of tokens. Add "
-        "some GB for the CUDA context, NCCL and fragmentation. The time of a million tokens assumes a quarter of the "
-        "peak of slurm.trainer.gpu_type, and no communication.",
+        "checkpoints and weight versions, and names changes that make the training fit. Reads only the headers of the "
+        "model's files. Add some GB for the CUDA context, NCCL and fragmentation, and more if experts get unequal "
+        "numbers of tokens. The time of a million tokens assumes a quarter of the peak of slurm.trainer.gpu_type.",
     )
     fit.add_argument("campaign", metavar="CAMPAIGN", help="campaign file (YAML) with a section training")
     fit.add_argument("--gpus", type=whole(1), metavar="N", help="GPUs on each node; default: slurm.trainer.gpus")

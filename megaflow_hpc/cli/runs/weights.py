@@ -71,8 +71,8 @@ def register(subparsers: Subparsers) -> None:
         "put a policy's newest version into a directory that is copied to another site",
         examples=["weights send RUN outbox"],
         description="Puts the newest version into DIR, as hard links if possible, and removes earlier versions from "
-        "it. Copy DIR to a site without the shared file system by any means, and run weights receive there. Call send "
-        "between two copies, not during a copy. Prints the version's number.",
+        "it. Copy DIR to another site by any means, but not during this command, and run weights receive there. Prints "
+        "the version's number.",
     )
     receive = add_verb(
         verbs,

@@ -86,7 +86,7 @@ class ApptainerProvider:
 
         Raises:
             ConfigError: The spec is invalid.
-            SandboxError: The container did not start. The message names the image and Apptainer's reason.
+            SandboxError: The container did not start.
         """
         spec.check()
         if self._closed:
@@ -131,10 +131,7 @@ class ApptainerProvider:
         return await open_terminal(sandbox.exec, await sandbox.control(), interpreter, env)
 
     async def stage(self, image: str) -> str:
-        """Unpacks ``image`` into the node's cache if it is missing. Returns the path of its bottom tree.
-
-        The image is kept until the cache needs space for other images.
-        """
+        """Unpacks ``image`` into the node's cache if it is missing. Returns the path of its bottom tree."""
         rootfs = await self._acquire(image)
         rootfs.release()
         return rootfs.base

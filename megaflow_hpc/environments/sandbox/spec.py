@@ -57,7 +57,7 @@ class SandboxSpec:
     workdir: str | None = None
     """Directory in which commands start. Created if it is missing. Default: ``/``."""
     user: str | None = None
-    """``None``, ``root`` and ``0`` mean uid 0 of a user namespace. Any other name means an ordinary uid."""
+    """``None``, ``root``, ``0``: uid 0 of a user namespace. Any other name: an ordinary uid."""
     binds: tuple[str, ...] = ()
     """``SRC:DEST[:ro]``, in Apptainer's syntax."""
     network: Network = "none"
@@ -66,14 +66,13 @@ class SandboxSpec:
     disk_mb: int | None = None
     processes: int | None = 512
     cpu_s: float | None = None
-    """CPU time limit in seconds, applied to the agent and to the verifier separately."""
+    """CPU seconds, for the agent and for the verifier separately."""
     nested: bool = False
-    """Allow commands to create user namespaces (bubblewrap, containers). In-memory file systems there are not
-    counted by any limit."""
+    """Allow commands to create user namespaces. No limit counts in-memory file systems there."""
     services: Reachable | None = None
-    """Services to make reachable in each of the sandbox's containers, before a command runs there."""
+    """Services that the sandbox's commands can reach."""
     fakeroot: bool = False
-    """Use the host's ``fakeroot`` program to simulate other uids, for builds that only have uid 0."""
+    """Simulate other uids with the host's ``fakeroot`` program."""
 
     def check(self) -> None:
         """Raises :class:`ConfigError` if a container cannot start with these values."""

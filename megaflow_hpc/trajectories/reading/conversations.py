@@ -29,17 +29,17 @@ class Conversation:
     """Indices of the conversation's messages in the trajectory."""
     messages: list[dict[str, Any]]
     turns: list[int | None]
-    """For each message, the number of the call that produced it. ``None`` if the agent wrote it, or if unknown."""
+    """Number of the call that produced each message. ``None`` if the agent wrote it, or if unknown."""
     parent: int | None = None
-    """Index of the conversation from which this one branches off, or whose call started it, if any."""
+    """Index of the conversation that this one branches off, or whose call started it."""
     shared: int = 0
-    """Number of leading messages shared with the conversation from which this one branches off."""
+    """Number of leading messages shared with the conversation that this one branches off."""
     started_by: int | None = None
     """Number of the call whose answer started this conversation, such as a sub-agent's."""
     role: str = ""
     """Role that answered the last call. Empty if there is no team."""
     speakers: tuple[tuple[str, str], ...] = ()
-    """The distinct (role, policy) pairs that answered the conversation's own calls, in order of first use."""
+    """Distinct (role, policy) pairs that answered the conversation's own calls, in order."""
     depth: int = 0
     """Number of sub-agent levels above this conversation. 0 for the agent itself."""
 

@@ -140,7 +140,7 @@ class TrajectoryStore:
         >>> store.select("status == 'completed' and reward >= 0.5 and policy == 'a'")         # doctest: +SKIP
 
         Raises:
-            ConfigError: The expression does not parse, or names an unknown column. The message gives the position.
+            ConfigError: The expression does not parse, or names an unknown column.
         """
         return select(expression, self._table)
 
@@ -174,7 +174,7 @@ class TrajectoryStore:
 
     @cached_property
     def versions(self) -> dict[str, Any]:
-        """Versions of the software and models that produced the campaign. Empty if they were not recorded."""
+        """Versions of the software and models that produced the campaign, if recorded."""
         if isinstance(self.recorded, Hdf5Source):
             return attribute(self.recorded.file, "versions")
         versions: dict[str, Any] = json.loads(root_attributes(RunDir(self.path))["versions"])
@@ -204,10 +204,9 @@ class TrajectoryStore:
 
         Returns:
             Token columns, (T,) or (S, longest): ``tokens`` int32; ``loss_mask`` uint8; ``logprobs`` float32, 0 if not
-            sampled (not NaN as in the store, so that products with the mask stay finite); ``weight_version`` int32, -1
-            if not sampled. ``offsets`` int64 (S+1,): sequence s has the tokens ``[offsets[s], offsets[s+1])`` of the
-            flat columns. Per sequence, (S,): ``trajectory`` int64, the row number; ``group`` and ``policy``, strings;
-            ``reward`` float32, NaN unless verified.
+            sampled (NaN in the file); ``weight_version`` int32, -1 if not sampled. ``offsets`` int64 (S+1,): sequence s
+            has the tokens ``[offsets[s], offsets[s+1])`` of the flat columns. Per sequence, (S,): ``trajectory`` int64,
+            the row number; ``group`` and ``policy``, strings; ``reward`` float32, NaN unless verified.
 
         Raises:
             KeyError, IndexError: A trajectory does not exist.
