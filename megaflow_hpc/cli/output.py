@@ -42,6 +42,17 @@ def _without_nan(value: Any) -> Any:
     return [_without_nan(item) for item in value] if isinstance(value, list | tuple) else value
 
 
+def print_result(as_json: bool, value: Any, text: object, hint: str = "") -> None:
+    """Prints a verb's result: ``value`` as JSON, or else ``text`` on stdout and ``hint`` on stderr, if not empty."""
+    if as_json:
+        print_json(value)
+        return
+    if text not in ("", None):
+        say(text)
+    if hint:
+        note(hint)
+
+
 def say(text: object = "", end: str = "\n") -> None:
     """Prints human-readable text to stdout."""
     print(printable(str(text)), end=end)

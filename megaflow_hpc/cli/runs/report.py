@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli.output import estimate, note, print_json, say, table
+from megaflow_hpc.cli.output import estimate, note, print_json, print_result, say, table
 from megaflow_hpc.cli.progress import PlanProgress
 from megaflow_hpc.cli.verb import above_zero, add_output, add_run, add_verb, zero_or_more
 from megaflow_hpc.errors import ConfigError, SiteError
@@ -167,12 +167,9 @@ def _report(arguments: argparse.Namespace) -> int:
             written = files.write_report(
                 folder, runs, differences, arguments.transcripts, not arguments.no_pictures, watch.step
             )
-    if arguments.json:
-        compared = files.comparison_json(figures, differences)
-        print_json({"runs": to_builtins(figures), **compared, "files": list(map(str, written))})
-    else:
-        say(_summary(figures))
-        say(f"report: {written[-1]}")
+    compared = files.comparison_json(figures, differences)
+    found = {"runs": to_builtins(figures), **compared, "files": list(map(str, written))}
+    print_result(arguments.json, found, f"{_summary(figures)}\nreport: {written[-1]}")
     return 0
 
 
@@ -276,11 +273,10 @@ def _track(arguments: argparse.Namespace) -> int:
                 with trackers.reported(name, points):
                     tracker.close(points.is_over)
         stored = {name: {"place": tracker.place, "sent": sent[name]} for name, tracker in made.items()}
-        if arguments.json:
-            print_json({"points": points.position.points, "file": str(points.path), "trackers": stored})
-        else:
-            for name, entry in stored.items():
-                say(f"{name}: {entry['sent']} new of {points.position.points} points in {entry['place']}")
+        count = points.position.points
+        lines = [f"{name}: {entry['sent']} new of {count} points in {entry['place']}" for name, entry in stored.items()]
+        found = {"points": count, "file": str(points.path), "trackers": stored}
+        print_result(arguments.json, found, "\n".join(lines))
     return 0
 
 
