@@ -229,18 +229,8 @@ def _check(arguments: argparse.Namespace) -> int:
     with PlanProgress() as watch:
         result = check(arguments.campaign, not arguments.no_site, watch, arguments.max_rollouts)
     if arguments.json:
-        print_json(
-            {
-                "ok": not (result.file or result.site),
-                "mistakes": result.file,
-                "site": result.site,
-                "warnings": result.warnings,
-                "notes": result.notes,
-                "left_out": result.left_out,
-                "tasks": result.tasks,
-                "rollouts": result.rollouts,
-            }
-        )
+        found = asdict(result)
+        print_json({"ok": not (result.file or result.site), "mistakes": found.pop("file"), **found})
     else:
         wrong = [*result.file, *result.site]
         for line in wrong[:MAX_LINES]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,7 +69,11 @@ def register(subparsers: Any) -> None:
     )
     compare.add_argument("--against", metavar="NAME", help="run, policy, agent or role to compare the others with")
     compare.add_argument(
-        "--tasks", type=_count, default=20, metavar="N|all", help="number of tasks to print; default: 20; JSON has all"
+        "--tasks",
+        type=_number_or("a number or all", "all"),
+        default=20,
+        metavar="N|all",
+        help="number of tasks to print; default: 20; JSON has all",
     )
     report = add_verb(
         subparsers,
@@ -89,7 +93,7 @@ def register(subparsers: Any) -> None:
     add_output(report, "directory to write; default: report/ in the (first) run directory")
     report.add_argument(
         "--transcripts",
-        type=_wanted,
+        type=_number_or("a number, all or none", "all", "none", "some"),
         default="some",
         metavar="N|all|none",
         help="number of transcripts in the page; default: the most interesting ones, at most 1.4 MB",
@@ -127,20 +131,15 @@ def register(subparsers: Any) -> None:
     add_output(track, "directory of points and local trackers (RUN/track)", metavar="DIR")
 
 
-def _count(text: str) -> int | None:
-    if text == "all":
-        return None
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text}: expected a number or all")
-    return int(text)
+def _number_or(expected: str, *words: str) -> Callable[[str], int | str]:
+    """Returns an argument type for whole numbers and some words."""
 
+    def read(text: str) -> int | str:
+        if text not in words and not text.isdigit():
+            raise argparse.ArgumentTypeError(f"{text}: expected {expected}")
+        return text if text in words else int(text)
 
-def _wanted(text: str) -> int | str:
-    if text in ("all", "none", "some"):
-        return text
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text}: expected a number, all or none")
-    return int(text)
+    return read
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -196,7 +195,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         say("nothing to compare: one run with one policy, agent and role; name a second run")
     matrix = matrix_of(runs)
     if len(matrix.arms) > 1 and arguments.tasks != 0:
-        shown = slice(arguments.tasks)
+        shown = slice(None if arguments.tasks == "all" else arguments.tasks)
         means = [["-" if mean is None else f"{mean:.3f}" for mean in row] for row in matrix.means[shown]]
         say()
         heads = matrix.arms
