@@ -32,7 +32,7 @@ BUDGETS = {
     "thousand tokens of host": 13,
     "thousand tokens of integrations": 5,
     "thousand tokens of ledger": 18,
-    "thousand tokens of model": 77,  # with the starters of sub-agents in the background
+    "thousand tokens of model": 76,  # with the starters of sub-agents in the background
     "thousand tokens of monitor": 11,
     "thousand tokens of pod": 36,
     "thousand tokens of prove": 8,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -91,6 +92,40 @@ def living_pods(leases: Iterable[Mapping[str, Any]]) -> dict[str, Path]:
     return directories
 
 
+def _environment() -> dict[str, str]:
+    """Returns this process's environment without Slurm's variables. Loopback addresses bypass proxies."""
+    return {**{k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}, **unproxied(os.environ)}
+
+
+def _start(command: list[str], log_file: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Starts a command in a new session, so that Ctrl-C in the terminal reaches only the caller. Appends its output to
+    a log."""
+    with open(log_file, "ab") as log:
+        os.fchmod(log.fileno(), file_mode(log_file.parent))
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+
+
+def _stop(processes: Iterable[subprocess.Popen[bytes]], grace_s: float) -> None:
+    """Terminates processes, and kills those that have not exited after ``grace_s`` seconds."""
+    processes = list(processes)
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    end = time.monotonic() + grace_s
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, end - time.monotonic()))
+        _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)  # it leads its own session and is not reaped yet
+        process.wait()
+
+
 class LocalTrainer:
     """Runs a policy's trainer as a local process that can use this process's GPUs. Counterpart of ``trainer.sh``."""
 
@@ -136,16 +171,6 @@ class LocalTrainer:
         self._vain_starts = 0 if self._steps() > self._before else self._vain_starts + 1
         return "lost" if self._vain_starts > self._requeues else "requeued"
 
-    def stop(self) -> None:
-        """Stops the trainer after its current step. ``resume`` continues from there."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)  # it leads its own session and is not reaped yet
-                self.process.wait()
-
 
 class LocalPod:
     """A pod with its engines and trainers on this machine. The pod exits when all work is done. :meth:`stop` ends
@@ -157,11 +182,7 @@ class LocalPod:
             command = [*mpiexec(ranks), *command]
         self._run = run
         self._directory = process_directory()
-        self._environment = {
-            **{k: v for k, v in os.environ.items() if not k.startswith("SLURM_")},
-            **unproxied(os.environ),
-            "MEGAFLOW_POD_DIR": str(self._directory),
-        }
+        self._environment = {**_environment(), "MEGAFLOW_POD_DIR": str(self._directory)}
         self.servers = [
             self._start([sys.executable, "-m", "megaflow_hpc.model.server", str(run), "--index", str(i)], f"server-{i}")
             for i in range(servers)
@@ -171,13 +192,7 @@ class LocalPod:
         self._trainers = [LocalTrainer(run, policy, TRAINER_REQUEUES, self._start) for policy in learning]
 
     def _start(self, command: list[str], role: str, own: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
-        with open(self._run.logs / f"{role}-local.log", "ab") as log:
-            os.fchmod(log.fileno(), file_mode(self._run.logs))
-            # Use a new session, so that Ctrl-C in the terminal reaches only the caller, which then drains the pod.
-            environment = {**self._environment, **(own or {})}
-            return subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
-            )
+        return _start(command, self._run.logs / f"{role}-local.log", {**self._environment, **(own or {})})
 
     @property
     def running(self) -> bool:
@@ -207,18 +222,16 @@ class LocalPod:
         write_atomic(self._directory / DRAIN, why)
 
     def stop(self) -> None:
-        """Drains the pod, waits for it and stops the engines. An interrupt kills all processes immediately."""
+        """Stops the trainers after their current step, drains the pod, and then stops the engines.
+
+        An interrupt kills all processes immediately. ``resume`` continues a training from its last step.
+        """
         try:
-            for trainer in self._trainers:
-                trainer.stop()
+            _stop((trainer.process for trainer in self._trainers), STOP_S)
             if self.running:
                 self.drain("stopped")
                 self.pod.wait(STOP_S)
-            for server in self.servers:
-                if server.poll() is None:
-                    server.terminate()
-            for server in self.servers:
-                server.wait(STOP_S)
+            _stop(self.servers, STOP_S)
         except subprocess.TimeoutExpired:
             pass
         finally:
@@ -227,9 +240,7 @@ class LocalPod:
     def kill(self) -> None:
         """Kills all remaining processes. Sandboxes exit when the socket to their runner closes."""
         for process in [self.pod, *self.servers, *(trainer.process for trainer in self._trainers)]:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # it leads its own session and is not reaped yet
-                process.wait()
+            _kill(process)
         remove_tree(self._directory, ignore_errors=True)
 
 
@@ -276,20 +287,10 @@ class JudgeServers:
         self._own = RunDir(self._folder / "run")
         self._own.create()
         write_run(self._own, msgspec.structs.replace(planned, servers=servers, packed=None))
-        environment = {**{k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}, **unproxied(os.environ)}
+        command = [*dies_with_parent("TERM"), sys.executable, "-m", "megaflow_hpc.model.server", str(self._own)]
         for index in range(len(servers)):
-            command = [sys.executable, "-m", "megaflow_hpc.model.server", str(self._own), "--idle-s", "inf"]
-            with open(self._own.logs / f"server-{index}.log", "ab") as log:
-                self._processes.append(
-                    subprocess.Popen(
-                        [*dies_with_parent("TERM"), *command, "--index", str(index)],
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                        env=environment,
-                        start_new_session=True,  # Ctrl-C reaches this process first, which stops them
-                    )
-                )
+            log_file, words = self._own.logs / f"server-{index}.log", ["--idle-s", "inf", "--index", str(index)]
+            self._processes.append(_start([*command, *words], log_file, _environment()))
 
     def serving(self) -> list[dict[str, Any]]:
         """Returns the endpoints of the judges.
@@ -325,14 +326,7 @@ class JudgeServers:
 
     def close(self) -> None:
         """Stops the servers that were started here."""
-        for process in self._processes:
-            process.terminate()
-        for process in self._processes:
-            try:
-                process.wait(JUDGE_STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        _stop(self._processes, JUDGE_STOP_S)
         self._processes.clear()
         if self._folder is not None:
             remove_tree(self._folder, ignore_errors=True)

@@ -192,17 +192,17 @@ class Run:
         now = time.time()
         return [
             JobUse(
-                span=(start.use.started_at, start.use.ended_at or now),
-                cores=start.use.cores,
-                gpus=start.use.gpus,
-                job=start.use.id,
-                role=roles.get(array_of(start.use.id), "pods"),
+                span=(start.started_at, start.ended_at or now),
+                cores=start.cores,
+                gpus=start.gpus,
+                job=start.id,
+                role=roles.get(array_of(start.id), "pods"),
                 state=start.state,
-                cpu_s=(start.cpu_s or None) if start.use.ended_at else None,  # 0: this Slurm does not measure it
+                cpu_s=(start.cpu_s or None) if start.ended_at else None,  # 0: this Slurm does not measure it
                 memory_asked_mb=start.memory_asked_mb,
                 memory_peak_mb=start.memory_peak_mb,
             )
-            for start in (efficiencies(roles, self.dir.accounting) if roles else ())
+            for start in (efficiencies(roles) if roles else ())
         ]
 
     def pods_live(self) -> bool | None:

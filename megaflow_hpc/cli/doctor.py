@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from megaflow_hpc.cli.output import print_json, say
+from megaflow_hpc.cli.output import print_json, print_result, say
 from megaflow_hpc.cli.verb import Subparsers, add_verb
 from megaflow_hpc.errors import MegaflowError, SiteError
 from megaflow_hpc.prove.report import Finding
@@ -411,13 +411,11 @@ def _janitor(arguments: argparse.Namespace) -> int:
     counts["pods"] = sum(map(sweep_directories, temporary))
     counts["builds"] = sweep_directories(tempfile.gettempdir(), BUILD_DIRECTORY)
     counts["shared_memory"] = sweep_shared_memory()
-    if arguments.json:
-        print_json({"scratch": scratch, **counts})
-    else:
-        say(
-            f"{scratch}: {counts['owners']} dead owners, {counts['sandboxes']} sandboxes, "
-            f"{counts['processes']} processes, {counts['pods']} directories of pods and "
-            f"{counts['builds']} of builds, {counts['shared_memory']} shared-memory files removed, "
-            f"{counts['left']} could not be removed"
-        )
+    text = (
+        f"{scratch}: {counts['owners']} dead owners, {counts['sandboxes']} sandboxes, "
+        f"{counts['processes']} processes, {counts['pods']} directories of pods and "
+        f"{counts['builds']} of builds, {counts['shared_memory']} shared-memory files removed, "
+        f"{counts['left']} could not be removed"
+    )
+    print_result(arguments.json, {"scratch": scratch, **counts}, text)
     return 1 if counts["left"] else 0

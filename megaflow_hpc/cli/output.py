@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,19 +26,21 @@ ROLE_COLOURS = {"system": "magenta", "user": "blue", "assistant": "green", "tool
 
 def print_json(value: Any, indent: int | None = 1) -> None:
     """Prints ``value`` as JSON. Converts NaN and infinity to ``null``, and unsupported types to strings."""
-    try:
-        text = json.dumps(value, indent=indent, default=str, allow_nan=False)
-    except ValueError:
-        text = json.dumps(_without_nan(value), indent=indent, default=str)
+    text = json.dumps(value, indent=indent, default=str)
+    if "NaN" in text or "Infinity" in text:
+        text = json.dumps(json.loads(text, parse_constant=lambda _: None), indent=indent)
     print(text)
 
 
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _without_nan(item) for key, item in value.items()}
-    return [_without_nan(item) for item in value] if isinstance(value, list | tuple) else value
+def print_result(as_json: bool, value: Any, text: object, hint: str = "") -> None:
+    """Prints a verb's result: ``value`` as JSON, or else ``text`` on stdout and ``hint`` on stderr, if not empty."""
+    if as_json:
+        print_json(value)
+        return
+    if text not in ("", None):
+        say(text)
+    if hint:
+        note(hint)
 
 
 def say(text: object = "", end: str = "\n") -> None:

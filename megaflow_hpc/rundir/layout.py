@@ -10,8 +10,7 @@
       code/               copies of the campaign's own agent modules, made during planning
       sbatch/             scripts for manual submission
       tasks/              <block>.json: immutable blocks of rollouts
-      ledger/             claims/, leases/, gone/, done/: who works on which block; jobs/: submissions;
-                          accounting.json: resources of ended jobs
+      ledger/             claims/, leases/, gone/, done/: who works on which block; jobs/: submissions
       endpoints/          <server>.json: engines that are serving
       weights/            <version>/
       training/           <policy>/: plans, commits and checkpoints of its trainer (:mod:`.training`)
@@ -62,7 +61,6 @@ class RunDir:
         self.tasks = self.path / "tasks"
         self.ledger = self.path / "ledger"
         self.jobs = self.ledger / "jobs"
-        self.accounting = self.ledger / "accounting.json"
         self.gpus = self.ledger / "gpus"
         self.raised_limits = self.ledger / "limits.json"
         self.changed_requests = self.ledger / "slurm.json"

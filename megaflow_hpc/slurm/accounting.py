@@ -11,17 +11,11 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from megaflow_hpc.errors import SiteError
-from megaflow_hpc.host.atomic import without_links, write_json
 from megaflow_hpc.slurm.ids import array_of, by_cluster, named
 from megaflow_hpc.slurm.site import ask, here_or_on, on
 
@@ -146,98 +140,57 @@ def finished_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
     return states
 
 
-ACCOUNTING_DELAY_S = 300.0
-"""A job's accounting record is final this many seconds after the job's end. Until then, slurmdbd may update it late, or
-the job may be requeued."""
 FIELDS = "JobID,State,Start,End,AllocCPUS,TotalCPU,AllocTRES,TRESUsageInTot"
 
 
 @dataclass(frozen=True)
-class ElementUse:
-    """Allocation of one start of an array element. Times are in Unix seconds."""
+class Efficiency:
+    """Allocated and used resources of one start of an array element. Times are in Unix seconds."""
 
     id: str
+    state: str
     started_at: float
     ended_at: float | None
     """Time when this start ended. ``None`` while it is running."""
     cores: int
     gpus: int
-
-
-@dataclass(frozen=True)
-class Efficiency:
-    """Allocated and used resources of one start of an array element."""
-
-    use: ElementUse
-    state: str
     cpu_s: float
     """CPU seconds of all processes. 0 until the first step has finished."""
     memory_asked_mb: float | None
-    memory_peak_mb: float | None
+    memory_peak_mb: float | None = None
     """Peak memory in MiB of the largest step, summed over its tasks. ``None`` if Slurm does not record it."""
 
 
-StartsByJob = dict[str, list[Efficiency]]
-"""Maps the id of each job or array to the starts of its elements."""
-
-
-def efficiencies(job_ids: Iterable[str], kept: Path | None = None) -> list[Efficiency]:
+def efficiencies(job_ids: Iterable[str]) -> list[Efficiency]:
     """Returns the resource usage that ``seff`` would report, for every start of every element.
-
-    Args:
-        kept: Cache file for jobs whose accounting records are final. ``None`` queries all jobs.
 
     Raises:
         SiteError: The site has no accounting, or it does not respond.
     """
-    job_ids, cached = list(job_ids), _read(kept)
-    starts_by_job: StartsByJob = {}
-    final: StartsByJob = {}
-    for cluster, numbers in by_cluster(job for job in job_ids if job not in cached).items():
-        answered, open_ = _query(cluster, numbers)
-        starts_by_job |= answered
-        final |= {job: starts for job, starts in answered.items() if job not in open_}
-    if kept is not None and final:
-        with suppress(OSError):  # the run belongs to another user, or the disk is full
-            with without_links(kept.parent) as folder:
-                write_json(folder / kept.name, msgspec.to_builtins(_read(kept) | final))
-    every = cached | starts_by_job
-    return [start for job in job_ids for start in every.get(job, ())]
-
-
-def _query(cluster: str, numbers: Iterable[str]) -> tuple[StartsByJob, set[str]]:
-    """Queries one cluster. Returns the starts by job, and the jobs whose accounting records are not final yet."""
-    output = ask("sacct", *on(cluster), "-n", "-P", "-D", "-j", ",".join(numbers), "-o", FIELDS, epoch=True)
-    starts_by_job: StartsByJob = {}
-    open_: set[str] = set()
-    settled = time.time() - ACCOUNTING_DELAY_S
-    for job_id, state, start, end, cores, cpu, held, used in (line.split("|", 7) for line in output.splitlines()):
-        array = array_of(named(job_id.partition(".")[0].partition("+")[0], cluster))
-        starts = starts_by_job.setdefault(array, [])
-        if "." in job_id:  # a step; steps follow their job in the output
-            peak = _megabytes(used)
-            if peak is not None and starts and starts[-1].use.id == named(job_id.partition(".")[0], cluster):
-                starts[-1] = replace(starts[-1], memory_peak_mb=max(peak, starts[-1].memory_peak_mb or 0.0))
-            continue
-        ended_at = float(end) if end.isdigit() else None
-        if state.split(" ")[0] in LIVE - {"REQUEUED"} or ended_at is None or ended_at > settled:
-            open_.add(array)
-        if start.isdigit():
-            gpus = re.search(r"\bgres/gpu=(\d+)", held)
-            count = int(gpus[1]) if gpus else 0
-            use = ElementUse(named(job_id, cluster), float(start), ended_at, int(cores or 0), count)
-            starts.append(Efficiency(use, state.split(" ")[0], _duration_s(cpu), _megabytes(held), None))
-    return starts_by_job, open_
-
-
-def _read(kept: Path | None) -> StartsByJob:
-    """Reads the cache. Returns an empty dict if it is missing or damaged."""
-    if kept is None:
-        return {}
-    try:
-        return msgspec.json.decode(kept.read_bytes(), type=StartsByJob)
-    except (OSError, ValueError):
-        return {}
+    starts: list[Efficiency] = []
+    for cluster, numbers in by_cluster(job_ids).items():
+        output = ask("sacct", *on(cluster), "-n", "-P", "-D", "-j", ",".join(numbers), "-o", FIELDS, epoch=True)
+        for line in output.splitlines():
+            job_id, state, start, end, cores, cpu, held, used = line.split("|", 7)
+            if "." in job_id:  # a step; steps follow their job in the output
+                peak = _megabytes(used)
+                if peak is not None and starts and starts[-1].id == named(job_id.partition(".")[0], cluster):
+                    starts[-1] = replace(starts[-1], memory_peak_mb=max(peak, starts[-1].memory_peak_mb or 0.0))
+            elif start.isdigit():
+                gpus = re.search(r"\bgres/gpu=(\d+)", held)
+                starts.append(
+                    Efficiency(
+                        id=named(job_id, cluster),
+                        state=state.split(" ")[0],
+                        started_at=float(start),
+                        ended_at=float(end) if end.isdigit() else None,
+                        cores=int(cores or 0),
+                        gpus=int(gpus[1]) if gpus else 0,
+                        cpu_s=_duration_s(cpu),
+                        memory_asked_mb=_megabytes(held),
+                    )
+                )
+    return starts
 
 
 def _duration_s(text: str) -> float:

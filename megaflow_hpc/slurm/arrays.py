@@ -67,37 +67,37 @@ _CPU_OPTIONS = {"cpus-per-task", "cpus-per-gpu", "exclusive", "mincpus", "cores-
 def cpus_per_gpu(config: CampaignConfig, run: RunDir, group: ServerGroup) -> int | None:
     """Returns the default number of CPUs per GPU for engine servers. ``None`` if the campaign or Slurm sets it, or if
     limits forbid the default."""
-    servers = config.slurm.servers
-    extra = {**config.slurm.extra, **servers.extra}
-    if servers.cpus_per_gpu or not group.gpus:
-        return None
-    return _default_cpus_per_gpu(
-        extra, lambda n: server_job(config, run, 1, group.gpus, nodes=group.nodes, cpus_per_gpu=n)
-    )
+    extra = {**config.slurm.extra, **config.slurm.servers.extra}
+
+    def job(cpus: int | None) -> Job:
+        return server_job(config, run, 1, group.gpus, nodes=group.nodes, cpus_per_gpu=cpus)
+
+    return _default_cpus_per_gpu(config, group.gpus, extra, job)
 
 
 def trainer_jobs(config: CampaignConfig, run: RunDir, policies: Collection[str] | None = None) -> Iterator[Job]:
     """Yields one trainer job for each trained policy, or only for those in ``policies`` if given."""
+    if config.training is None:
+        return
     trainer = config.slurm.trainer
-    cpus = None
-    if config.training and trainer.gpus and not config.slurm.servers.cpus_per_gpu:
-        extra = {**config.slurm.extra, **trainer.extra}
-        cpus = _default_cpus_per_gpu(extra, lambda n: trainer_job(config, run, "any", n))
-    for policy in config.training.policies if config.training else ():
+    extra = {**config.slurm.extra, **trainer.extra}
+    cpus = _default_cpus_per_gpu(config, trainer.gpus, extra, lambda cpus: trainer_job(config, run, "any", cpus))
+    for policy in config.training.policies:
         if policies is None or policy in policies:
             yield timed(trainer_job(config, run, policy, cpus))
 
 
-def _default_cpus_per_gpu(extra: Collection[str], job: Callable[[int | None], Job]) -> int | None:
+def _default_cpus_per_gpu(
+    config: CampaignConfig, gpus: int, extra: Collection[str], job: Callable[[int | None], Job]
+) -> int | None:
     """Returns the default number of CPUs per GPU. ``None`` if the campaign or Slurm sets it, or if limits forbid the
     default."""
-    if {option_name(name) for name in extra} & _CPU_OPTIONS or not site.has_slurm():
+    chosen = config.slurm.servers.cpus_per_gpu or {option_name(name) for name in extra} & _CPU_OPTIONS
+    if chosen or not gpus or not site.has_slurm():
         return None
-    partition = job(None).options.get("partition")
-    try:
-        cpus = site.engine_cpus(partition)
-    except SiteError:
-        return None
+    cpus = None
+    with contextlib.suppress(SiteError):
+        cpus = site.engine_cpus(job(None).options.get("partition"))
     if cpus is None:
         return None
     wanted = job(cpus).named

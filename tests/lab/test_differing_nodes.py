@@ -57,7 +57,7 @@ def test_ranks_fill_the_nodes_of_a_partition_that_allocates_whole_ones(
     [array] = [
         json.loads(p.read_text())["id"] for p in (tmp_path / "run/ledger/jobs").iterdir() if "pods" in p.read_text()
     ]
-    assert {start.use.cores for start in accounting.efficiencies([array])} == {8}
+    assert {start.cores for start in accounting.efficiencies([array])} == {8}
 
 
 def test_each_role_runs_by_its_own_interpreter(lab: Lab, make_campaign: Make, tmp_path: Path) -> None:

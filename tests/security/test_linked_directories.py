@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.live import LiveFiles
-from megaflow_hpc.slurm import accounting
 from tests.support.campaigns import Make, cli, gathered
 
 
@@ -25,7 +23,7 @@ def mine(tmp_path: Path) -> Path:
     """What links lead to: files of the names that verbs write, and others."""
     folder = tmp_path / "mine"
     (folder / "atif").mkdir(parents=True)
-    names = ("index.html", "figures.json", "trajectories.jsonl", "preds.json", "atif/thesis", "accounting.json")
+    names = ("index.html", "figures.json", "trajectories.jsonl", "preds.json", "atif/thesis", "jobs.lock")
     for name in names:
         (folder / name).write_text("mine")
     return folder
@@ -99,22 +97,6 @@ def test_a_viewer_asks_through_no_link(run: RunDir, mine: Path) -> None:
     before = contents(mine)
     with pytest.raises(OSError, match="link"):
         LiveFiles(run).ask(["task0/oracle/0"])
-    assert contents(mine) == before
-
-
-def test_what_accounting_says_is_kept_through_no_link(run: RunDir, mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``report`` and ``status`` keep it in the run directory."""
-    link(run, "ledger", mine)
-    asked: list[Any] = []
-
-    def said(cluster: str, numbers: Any) -> tuple[dict[str, list[Any]], set[str]]:
-        asked.append(list(numbers))
-        return {"7": []}, set()
-
-    monkeypatch.setattr(accounting, "_query", said)
-    before = contents(mine)
-    assert accounting.efficiencies(["7"], run.accounting) == []
-    assert asked
     assert contents(mine) == before
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from megaflow_hpc.resources import __version__
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord, ServerGroup, read_run, write_run
 from megaflow_hpc.slurm import accounting, arrays, fits, ids, limits, script, site
-from megaflow_hpc.slurm.accounting import ACCOUNTING_DELAY_S, ElementUse, JobState, efficiencies
+from megaflow_hpc.slurm.accounting import JobState, efficiencies
 from megaflow_hpc.slurm.arrays import Arrays
 from megaflow_hpc.slurm.limits import Cap
 from tests.support.training import training_run
@@ -190,46 +189,28 @@ def test_what_elements_used_is_read_beside_what_they_held(prints: Print) -> None
         "7_2|PENDING|Unknown|Unknown|0|00:00:00||\n",
     )
     first, again, running = efficiencies(["7"])
-    assert (first.use, first.state) == (ElementUse("7_0", 1795335100, 1795335160, 4, 0), "COMPLETED")
+    assert (first.id, first.state, first.cores, first.gpus) == ("7_0", "COMPLETED", 4, 0)
+    assert (first.started_at, first.ended_at) == (1795335100, 1795335160)
     assert (first.cpu_s, first.memory_asked_mb, first.memory_peak_mb) == (90.5, 8192.0, 3584.0)
-    assert (again.use.gpus, again.cpu_s, again.memory_asked_mb, again.memory_peak_mb) == (2, 86401.0, 8000.0, 1.0)
-    assert (running.use.ended_at, running.memory_peak_mb) == (None, None)
+    assert (again.gpus, again.cpu_s, again.memory_asked_mb, again.memory_peak_mb) == (2, 86401.0, 8000.0, 1.0)
+    assert (running.ended_at, running.memory_peak_mb) == (None, None)
 
 
-def test_of_jobs_that_are_final_accounting_is_asked_once(prints: Print, tmp_path: Path) -> None:
-    kept, now = tmp_path / "accounting.json", int(time.time())
-    ended, just = f"{now - 9000}|{now - 8000}", f"{now - 9000}|{now - int(ACCOUNTING_DELAY_S / 2)}"
-    rest = "4|00:10.000|cpu=4,mem=8G,node=1|\n"
-    rows = {
-        "7": f"7_0|REQUEUED|{ended}|{rest}7_0|COMPLETED|{ended}|{rest}7_0.0|COMPLETED|{ended}|4|00:10.000||mem=2G\n",
-        "8": f"8_0|COMPLETED|{ended}|{rest}8_1|RUNNING|{now - 900}|Unknown|{rest}",
-        "9": f"9_0|COMPLETED|{just}|{rest}",
-        "10": f"10_0|COMPLETED|{ended}|{rest}10_[1-3]|PENDING|Unknown|Unknown|0|00:00:00||\n",
-        "11": f"11|CANCELLED by 1000|Unknown|{now - 8000}|0|00:00:00||\n",
-        "12": f"12+0|COMPLETED|{ended}|{rest}12+1|COMPLETED|{ended}|{rest}",
-    }
-    called = prints("sacct", "".join(rows.values()))
-    everything = efficiencies(rows, kept)
-    assert [one.use.id for one in everything] == ["7_0", "7_0", "8_0", "8_1", "9_0", "10_0", "12+0", "12+1"]
-    prints("sacct", rows["8"] + rows["9"] + rows["10"])
-    assert efficiencies(rows, kept) == everything
-    assert everything[1].memory_peak_mb == 2048
-    assert [line.split(" -j ")[1].split()[0] for line in called.read_text().splitlines()] == [
-        "7,8,9,10,11,12",
-        "8,9,10",
-    ]
-    prints("sacct", rows["8"].replace(f"RUNNING|{now - 900}|Unknown", f"COMPLETED|{ended}"))
-    assert [one.use.id for one in efficiencies(["7", "8"], kept)] == ["7_0", "7_0", "8_0", "8_1"]
+def test_every_start_that_held_something_is_accounted_for(prints: Print) -> None:
+    span, rest = "1795335100|1795335160", "4|00:10.000|cpu=4,mem=8G,node=1|\n"
+    prints(
+        "sacct",
+        f"7_0|REQUEUED|{span}|{rest}7_0|COMPLETED|{span}|{rest}7_0.0|COMPLETED|{span}|4|00:10.000||mem=2G\n"
+        f"10_0|COMPLETED|{span}|{rest}10_[1-3]|PENDING|Unknown|Unknown|0|00:00:00||\n"
+        "11|CANCELLED by 1000|Unknown|1795335160|0|00:00:00||\n"
+        f"12+0|COMPLETED|{span}|{rest}12+1|COMPLETED|{span}|{rest}",
+    )
+    starts = efficiencies(["7", "10", "11", "12"])
+    assert [start.id for start in starts] == ["7_0", "7_0", "10_0", "12+0", "12+1"]
+    assert [start.memory_peak_mb for start in starts[:2]] == [None, 2048]
     prints("sacct", status=1, said="Slurm accounting storage is disabled\n")
-    assert len(efficiencies(["7", "8"], kept)) == 4, "nothing is asked"
     with pytest.raises(SiteError, match="disabled"):
-        efficiencies(rows, kept)
-    kept.write_text("{")
-    prints("sacct", "".join(rows.values()))
-    assert efficiencies(rows, kept) == everything, "a damaged file is made anew"
-    kept.unlink()
-    kept.mkdir()
-    assert efficiencies(rows, kept) == everything, "so is what cannot be kept"
+        efficiencies(["7"])
 
 
 SINFO = """\

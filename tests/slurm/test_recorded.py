@@ -299,14 +299,14 @@ def test_what_a_finished_run_used_is_read_from_accounting(play: Play) -> None:
     found = accounting.efficiencies(asked.split(" -j ")[1].split()[0].split(","))
     assert slurm.calls == [asked]
     pods, gather = submitted("finished")
-    assert sorted(one.use.id for one in found) == [f"{pods}_0", f"{pods}_1", gather]
+    assert sorted(one.id for one in found) == [f"{pods}_0", f"{pods}_1", gather]
     for one in found:
-        assert (one.state, one.use.cores, one.use.gpus) == ("COMPLETED", 4, 0)
-        assert one.use.ended_at is not None
-        assert one.use.ended_at >= one.use.started_at > 1.7e9
+        assert (one.state, one.cores, one.gpus) == ("COMPLETED", 4, 0)
+        assert one.ended_at is not None
+        assert one.ended_at >= one.started_at > 1.7e9
         assert 0 < one.cpu_s < 60
-        assert one.memory_asked_mb == (1800 if one.use.id == gather else 1000)
-        assert one.use.id == gather or 0 < (one.memory_peak_mb or 0) < one.memory_asked_mb
+        assert one.memory_asked_mb == (1800 if one.id == gather else 1000)
+        assert one.id == gather or 0 < (one.memory_peak_mb or 0) < one.memory_asked_mb
 
 
 def test_a_qos_with_a_short_walltime(play: Play) -> None:

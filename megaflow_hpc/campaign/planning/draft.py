@@ -19,7 +19,6 @@ from megaflow_hpc.config.model import EnginePoolConfig
 from megaflow_hpc.config.quotas import settle, site_caps
 from megaflow_hpc.config.sections import TaskSource, scaffold
 from megaflow_hpc.config.slurm import LIFTED
-from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError, Mistakes, SiteError
 from megaflow_hpc.ledger.blocks import RolloutGroups
 from megaflow_hpc.rundir.endpoints import SERVICE
@@ -149,7 +148,8 @@ def read(
         with draft.noting():
             draft.policies[name] = absolute(policy, base, where, name, bool(config.models))
     if config.training:
-        _read_training(draft, config, base, where)
+        with draft.noting():
+            draft.config = config.model_copy(update={"training": absolute_training(config.training, base, where)})
         with draft.noting():
             draft.warnings += check_memory(draft.config, base, where)
     unloadable = check_models(draft.policies, draft.config, where)
@@ -163,7 +163,11 @@ def read(
     with draft.noting():
         draft.own_code = check_agents(draft.policies, config.environment.network, base, where)
     if config.training:
-        _try_methods(draft, config.training, base, where)
+        with draft.noting():
+            tried = check_methods(config.training, draft.config.team, base, where)
+            draft.own_code = tuple(dict.fromkeys([*draft.own_code, *tried.code]))
+            draft.digests = tried.digests
+            draft.warnings += tried.warnings
     for check in (check_together, check_sharing, check_gpu_types):
         with draft.noting():
             check(config, where)
@@ -172,20 +176,6 @@ def read(
     _open_images(draft, base, where)
     _read_tasks(draft, base, where, only, watch, most)
     return draft
-
-
-def _read_training(draft: Draft, config: CampaignConfig, base: Path, where: Where) -> None:
-    assert config.training
-    with draft.noting():
-        draft.config = config.model_copy(update={"training": absolute_training(config.training, base, where)})
-
-
-def _try_methods(draft: Draft, training: TrainingConfig, base: Path, where: Where) -> None:
-    with draft.noting():
-        tried = check_methods(training, draft.config.team, base, where)
-        draft.own_code = tuple(dict.fromkeys([*draft.own_code, *tried.code]))
-        draft.digests = tried.digests
-        draft.warnings += tried.warnings
 
 
 def _open_images(draft: Draft, base: Path, where: Where) -> None:

@@ -147,8 +147,7 @@ class Starter:
         time = ""
         if request["time"]:
             hours, minutes, seconds = map(int, request["time"].split(":"))
-            longest = min(fits.longest_s({"partition": first.name}), hours * 3600 + minutes * 60 + seconds)
-            time = f", time: {max(1, int(longest // 60)) // 60}:{max(1, int(longest // 60)) % 60:02d}:00"
+            time = f", time: {_walltime(first, hours * 3600 + minutes * 60 + seconds)}"
         names = [first.name, *(partition.name for partition in choice if partition is not first)]
         return f"{request['head']}partition: {_quoted(first.name)}{request['rest']}{time}}}{_others(names)}"
 
@@ -236,11 +235,9 @@ class Starter:
         names = [first.name, *(partition.name for partition in choice if partition is not first)]
         gpus = ", with GPUs" if first.gpus else ""
         size = f"{first.nodes} nodes of {first.cpus} CPUs, {first.memory_mb / 1000:.0f} GB{gpus}, at most {first.time}"
-        longest = min(fits.longest_s({"partition": first.name}), WALLTIME_S)
-        minutes = max(1, int(longest // 60))
         return [
             f"    partition: {_quoted(first.name)}  # {size}{_others(names, '; ')}",
-            f"    time: {minutes // 60}:{minutes % 60:02d}:00",
+            f"    time: {_walltime(first, WALLTIME_S)}",
         ]
 
     def _ranks(self, choice: list[Partition]) -> list[str]:
@@ -268,6 +265,12 @@ def _tasks_in(directory: Path) -> str:
 def _first(choice: list[Partition]) -> Partition:
     """Selects the partition to write into the file."""
     return max(choice, key=lambda partition: (partition.default, partition.nodes))
+
+
+def _walltime(partition: Partition, wanted_s: float) -> str:
+    """Returns the wanted walltime, or the longest that the partition allows if that is shorter."""
+    minutes = max(1, int(min(fits.longest_s({"partition": partition.name}), wanted_s) // 60))
+    return f"{minutes // 60}:{minutes % 60:02d}:00"
 
 
 def _quoted(value: str) -> str:

@@ -7,10 +7,11 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from typing import Any
 
 from megaflow_hpc.cli.campaigns.following import add_launcher, say_notices, start_and_follow
-from megaflow_hpc.cli.output import note, print_json, say, unstarted_lines
+from megaflow_hpc.cli.output import note, print_result, unstarted_lines
 from megaflow_hpc.cli.progress import PlanProgress, under_way
 from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb, limit, request, whole
 from megaflow_hpc.errors import ConfigError, SiteError
@@ -180,10 +181,7 @@ def _resume(arguments: argparse.Namespace) -> int:
             return True
         say_notices(run.slurm_jobs)
         if arguments.no_wait:
-            if arguments.json:
-                print_json({"run": str(run.path), "jobs": run.job_ids()})
-            else:
-                say(run.path)
+            print_result(arguments.json, {"run": str(run.path), "jobs": run.job_ids()}, run.path)
             return False
         return True
 
@@ -197,14 +195,12 @@ def _extend(arguments: argparse.Namespace) -> int:
     run = Run(arguments.run_dir)
     with PlanProgress() as watch:
         added = extend(run, arguments.campaign, watch)
-    if arguments.json:
-        print_json({"run": str(run.path), "tasks": added.tasks, "rollouts": added.rollouts})
-    elif added.rollouts:
-        say(f"added {len(added.tasks)} tasks and {added.rollouts} rollouts")
-        note(f"run them: megaflow-hpc resume {run.path}")
-    else:
+    text = f"added {len(added.tasks)} tasks and {added.rollouts} rollouts"
+    hint = f"run them: megaflow-hpc resume {run.path}"
+    if not added.rollouts:
         which = f" that --only {' '.join(run.record.only)} selects" if run.record.only else ""
-        say(f"nothing to add: the run has every rollout of the file{which}")
+        text, hint = f"nothing to add: the run has every rollout of the file{which}", ""
+    print_result(arguments.json, {"run": str(run.path), **asdict(added)}, text, hint)
     return 0
 
 
@@ -220,21 +216,17 @@ def _scale(arguments: argparse.Namespace) -> int:
     with under_way(f"scaling {run.path}"):
         changed = run.scale(arguments.pods)
     say_notices(run.slurm_jobs)
-    if arguments.json:
-        print_json({"run": str(run.path), "pods": arguments.pods, **changed})
-    elif changed["added"] or changed["leaving"]:
-        say("\n".join(f"{verb} {pod}" for verb, pods in changed.items() for pod in pods))
-    else:
-        say("the campaign is finished" if run.ledger.finished else f"{arguments.pods} pods are queued or running")
+    text = "\n".join(f"{verb} {pod}" for verb, pods in changed.items() for pod in pods)
+    if not text:
+        text = "the campaign is finished" if run.ledger.finished else f"{arguments.pods} pods are queued or running"
+    print_result(arguments.json, {"run": str(run.path), "pods": arguments.pods, **changed}, text)
     return 0
 
 
 def _scale_servers(run: Any, arguments: argparse.Namespace) -> int:
     released = run.scale_servers(arguments.servers, arguments.policy)
-    if arguments.json:
-        print_json({"run": str(run.path), "servers": arguments.servers, "added": released})
-    else:
-        say("\n".join(f"released {element}" for element in released) or "enough servers are queued or running")
+    text = "\n".join(f"released {element}" for element in released) or "enough servers are queued or running"
+    print_result(arguments.json, {"run": str(run.path), "servers": arguments.servers, "added": released}, text)
     return 0
 
 
@@ -244,17 +236,13 @@ def _cancel(arguments: argparse.Namespace) -> int:
     run = Run(arguments.run_dir)
     with under_way(f"cancelling {run.path}"):
         done = run.cancel()
-    if arguments.json:
-        print_json({"run": str(run.path), "before": done.before, "cancelled": done.jobs, "pods": done.pods})
-        return 0
-    lines = [f"local pod {pod} drains" for pod in done.pods]
-    if done.jobs:
-        lines.insert(0, f"cancelled {' '.join(done.jobs)}")
-    say("\n".join(lines) or "nothing was queued or running")
+    lines = [f"cancelled {' '.join(done.jobs)}"] if done.jobs else []
+    lines += [f"local pod {pod} drains" for pod in done.pods]
+    hint = f"continue with: megaflow-hpc resume {run.path}"
     if done.before == "finished":
-        note(f"{run.path} is finished: every rollout is stored, so there is nothing to cancel")
-    else:
-        note(f"continue with: megaflow-hpc resume {run.path}")
+        hint = f"{run.path} is finished: every rollout is stored, so there is nothing to cancel"
+    found = {"run": str(run.path), "before": done.before, "cancelled": done.jobs, "pods": done.pods}
+    print_result(arguments.json, found, "\n".join(lines) or "nothing was queued or running", hint)
     return 0
 
 
@@ -280,10 +268,7 @@ def _gather(arguments: argparse.Namespace) -> int:
                     ended = run.slurm_jobs.end_servers(servers)
             path = run.gather(arguments.rebuild, terminated)
             ended = run.slurm_jobs.end_servers(servers) if ended is None else ended
-    if arguments.json:
-        print_json({"trajectories": str(path), "servers_ended": ended})
-    else:
-        say(path)
+    print_result(arguments.json, {"trajectories": str(path), "servers_ended": ended}, path)
     return 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaflow_hpc.cli.campaigns.following import add_launcher, say_notices, start_and_follow
-from megaflow_hpc.cli.output import note, print_json, say, seconds, table
+from megaflow_hpc.cli.output import note, print_json, print_result, say, seconds, table
 from megaflow_hpc.cli.progress import PlanProgress
 from megaflow_hpc.cli.verb import Subparsers, above_zero, add_verb, run_path, whole
 from megaflow_hpc.errors import ConfigError, SiteError
@@ -183,11 +183,8 @@ def _init(arguments: argparse.Namespace) -> int:
     write_atomic(path, starter.text())
     for line in starter.notices:
         note(line)
-    if arguments.json:
-        print_json({"campaign": str(path), "slurm": starter.slurm, "tasks": starter.tasks, "model": starter.model})
-        return 0
-    say(path)
-    note(f"next: {'; then '.join(starter.next_steps(path))}")
+    found = {"campaign": str(path), "slurm": starter.slurm, "tasks": starter.tasks, "model": starter.model}
+    print_result(arguments.json, found, path, f"next: {'; then '.join(starter.next_steps(path))}")
     return 0
 
 
@@ -219,13 +216,10 @@ def _init_recipe(arguments: argparse.Namespace) -> int:
         write_atomic(directory / file, content)
     for line in dict.fromkeys(starter.notices):
         note(line)
-    if arguments.json:
-        fields = {"directory": str(directory), "files": list(recipe.files), "commands": recipe.commands}
-        print_json({**fields, "slurm": starter.slurm})
-        return 0
-    say(directory)
+    written = {"directory": str(directory), "files": list(recipe.files), "commands": recipe.commands}
     first, *others = recipe.commands
-    note("\n".join([f"next: cd {shlex.quote(str(directory))} && {first}", *(f"then: {each}" for each in others)]))
+    steps = [f"next: cd {shlex.quote(str(directory))} && {first}", *(f"then: {each}" for each in others)]
+    print_result(arguments.json, {**written, "slurm": starter.slurm}, directory, "\n".join(steps))
     return 0
 
 
@@ -235,18 +229,8 @@ def _check(arguments: argparse.Namespace) -> int:
     with PlanProgress() as watch:
         result = check(arguments.campaign, not arguments.no_site, watch, arguments.max_rollouts)
     if arguments.json:
-        print_json(
-            {
-                "ok": not (result.file or result.site),
-                "mistakes": result.file,
-                "site": result.site,
-                "warnings": result.warnings,
-                "notes": result.notes,
-                "left_out": result.left_out,
-                "tasks": result.tasks,
-                "rollouts": result.rollouts,
-            }
-        )
+        found = asdict(result)
+        print_json({"ok": not (result.file or result.site), "mistakes": found.pop("file"), **found})
     else:
         wrong = [*result.file, *result.site]
         for line in wrong[:MAX_LINES]:
@@ -288,12 +272,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     commands = [f"megaflow-hpc resume {run.path} --launcher local"]
     if slurm:
         commands = by_hand(run.config, run.dir, run.record.server_groups)
-    if arguments.json:
-        print_json({"run": str(run.path), "commands": commands})
-        return 0
-    for command in commands:
-        note(command)
-    say(run.path)
+    print_result(arguments.json, {"run": str(run.path), "commands": commands}, run.path, "\n".join(commands))
     return 0
 
 
@@ -322,13 +301,10 @@ def _submit(arguments: argparse.Namespace) -> int:
     with PlanProgress(arguments.campaign) as watch:
         run = campaign.submit("slurm", arguments.run_dir, arguments.only, watch=watch)
     say_notices(campaign, run.slurm_jobs)
-    if arguments.json:
-        print_json({"run": str(run.path), "jobs": run.job_ids()})
-        return 0
-    say(run.path)
-    for job in run.job_ids():
-        say(job)
-    note(f"follow with: megaflow-hpc status {run.path}")
+    jobs = run.job_ids()
+    lines = "\n".join([str(run.path), *jobs])
+    hint = f"follow with: megaflow-hpc status {run.path}"
+    print_result(arguments.json, {"run": str(run.path), "jobs": jobs}, lines, hint)
     return 0
 
 

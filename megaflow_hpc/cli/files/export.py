@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megaflow_hpc.cli.output import note, print_json, say
+from megaflow_hpc.cli.output import note, print_result
 from megaflow_hpc.cli.progress import under_way
 from megaflow_hpc.cli.verb import Subparsers, add_output, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
@@ -93,13 +93,10 @@ def _export(arguments: argparse.Namespace) -> int:
         count = len(store) if arguments.where is None else len(store.select(arguments.where))
     for warning in warnings:
         note(in_one_line(warning))
-    if arguments.json:
-        files = {name: list(map(str, paths)) for name, paths in written.items()}
-        print_json({"trajectories": count, "files": files, "warnings": warnings})
-    else:
-        note(f"{count} trajectories" + (f", warnings: {len(warnings)}" if warnings else ""))
-        for paths in written.values():
-            say("\n".join(map(str, paths)))
+    files = {name: list(map(str, paths)) for name, paths in written.items()}
+    lines = "\n".join(path for paths in files.values() for path in paths)
+    hint = f"{count} trajectories" + (f", warnings: {len(warnings)}" if warnings else "")
+    print_result(arguments.json, {"trajectories": count, "files": files, "warnings": warnings}, lines, hint)
     return 0
 
 
@@ -116,9 +113,5 @@ def _import(arguments: argparse.Namespace) -> int:
             arguments.campaign,
             lambda done: watch.detail(f"{done} trajectories"),
         )
-    if arguments.json:
-        print_json({"file": str(target), "trajectories": count})
-    else:
-        note(f"{count} trajectories")
-        say(target)
+    print_result(arguments.json, {"file": str(target), "trajectories": count}, target, f"{count} trajectories")
     return 0

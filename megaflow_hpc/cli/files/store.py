@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from megaflow_hpc.cli.output import confirmed, note, print_json, say, table
+from megaflow_hpc.cli.output import confirmed, note, print_result, table
 from megaflow_hpc.cli.progress import under_way
 from megaflow_hpc.cli.verb import Subparsers, add_output, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
@@ -109,12 +109,8 @@ def _validate(arguments: argparse.Namespace) -> int:
     file = gathered(arguments.run_dir)
     with under_way(f"validating {file}"):
         problems = validate(file)
-    if arguments.json:
-        print_json({"file": str(file), "valid": not problems, "problems": problems})
-    elif problems:
-        say("\n".join(f"{file}: {problem}" for problem in problems))
-    else:
-        say(f"{file}: valid")
+    text = "\n".join(f"{file}: {problem}" for problem in problems) or f"{file}: valid"
+    print_result(arguments.json, {"file": str(file), "valid": not problems, "problems": problems}, text)
     return 1 if problems else 0
 
 
@@ -125,11 +121,9 @@ def _verify(arguments: argparse.Namespace) -> int:
     file = gathered(arguments.run_dir)
     with under_way(f"verifying {file}"):
         checks = verify(file)
-    if arguments.json:
-        print_json({"file": str(file), "columns": [asdict(check) for check in checks]})
-    else:
-        rows = [(check.path, check.entries, check.sha256[:16], check.state) for check in checks]
-        say(table(("column", "entries", "sha256", ""), rows))
+    rows = [(check.path, check.entries, check.sha256[:16], check.state) for check in checks]
+    columns = {"file": str(file), "columns": [asdict(check) for check in checks]}
+    print_result(arguments.json, columns, table(("column", "entries", "sha256", ""), rows))
     bad = [check for check in checks if not check.good]
     for check in bad:
         note(f"{file}: /{check.path} {check.state}")
@@ -163,10 +157,7 @@ def _drop_journals(path: Path, arguments: argparse.Namespace) -> int:
             journals = drop_journals(run, dry_run=True)
         what = f"{path}: journal files: {journals['journals']}, {journals['journal_bytes'] / 1e6:.1f} MB"
         if arguments.dry_run:
-            if arguments.json:
-                print_json({**journals, "dry_run": True})
-            else:
-                say(f"{what}, would be removed")
+            print_result(arguments.json, {**journals, "dry_run": True}, f"{what}, would be removed")
             return 0
         if not confirmed(f"{what}, will be lost; the run cannot be resumed afterwards. Remove them?", "--yes"):
             note("nothing was removed")
@@ -191,10 +182,8 @@ def _anonymise(arguments: argparse.Namespace) -> int:
 
 
 def _print_counts(counts: dict[str, int], as_json: bool) -> None:
-    if as_json:
-        print_json(counts)
-    else:
-        say(table(("", "n"), [(name.replace("_", " "), value) for name, value in counts.items()]))
+    rows = [(name.replace("_", " "), value) for name, value in counts.items()]
+    print_result(as_json, counts, table(("", "n"), rows))
 
 
 def _du(arguments: argparse.Namespace) -> int:
@@ -205,11 +194,8 @@ def _du(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{path}: not a run directory (no run.json); list run directories with: megaflow-hpc list")
     with under_way(f"measuring {path}"):
         shares = usage_of_run(path) if path.is_dir() else usage_of_file(path)
-    if arguments.json:
-        print_json({"path": str(path), "shares": [asdict(share) for share in shares]})
-        return 0
     total = sum(share.stored for share in shares)
-    rows = [
+    rows: list[tuple[object, ...]] = [
         (
             share.name,
             share.files,
@@ -219,5 +205,7 @@ def _du(arguments: argparse.Namespace) -> int:
         )
         for share in shares
     ]
-    say(table(("", "files", "MB", "raw/stored", "%"), [*rows, ("total", "", f"{total / 1e6:.2f}", "", "")]))
+    rows.append(("total", "", f"{total / 1e6:.2f}", "", ""))
+    found = {"path": str(path), "shares": [asdict(share) for share in shares]}
+    print_result(arguments.json, found, table(("", "files", "MB", "raw/stored", "%"), rows))
     return 0

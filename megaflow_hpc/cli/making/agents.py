@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megaflow_hpc.cli.output import print_json, say, table
+from megaflow_hpc.cli.output import print_json, print_result, say, table
 from megaflow_hpc.cli.verb import Subparsers, add_group, add_verb
 from megaflow_hpc.resources import docs
 
@@ -68,8 +68,6 @@ def run_new(arguments: argparse.Namespace) -> int:
 
     path = code.start(arguments.name, Path(arguments.directory))
     agent = f"{arguments.name}:{code.class_name(arguments.name)}"
-    if arguments.json:
-        print_json({"path": str(path), "agent": agent})
-    else:
-        say(f"{path}\nin a campaign file next to it:\n  agent: {{name: {agent}, max_turns: 30}}")
+    text = f"{path}\nin a campaign file next to it:\n  agent: {{name: {agent}, max_turns: 30}}"
+    print_result(arguments.json, {"path": str(path), "agent": agent}, text)
     return 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli.output import note, print_json, say, table
+from megaflow_hpc.cli.output import note, print_result, table
 from megaflow_hpc.cli.progress import PlanProgress
 from megaflow_hpc.cli.verb import Subparsers, add_group, add_output, add_verb, output_file, share, zero_or_more
 from megaflow_hpc.errors import ConfigError, SiteError
@@ -400,12 +400,9 @@ def _show_missing(images: Images, wanted: Sequence[Wanted], json: bool) -> None:
         files |= _resolve(images, part, build=False)
     missing = [name for name, file in files.items() if not is_built(Path(file))]
     stored = len(files) - len(missing)
-    if json:
-        print_json({"images": len(files), "there": stored, "missing": missing})
-        return
-    say(f"images: {len(files)}, {stored} in the store, {len(missing) or 'none'} to be made")
-    for name in missing:
-        say(f"  {name}")
+    lines = [f"images: {len(files)}, {stored} in the store, {len(missing) or 'none'} to be made"]
+    lines += [f"  {name}" for name in missing]
+    print_result(json, {"images": len(files), "there": stored, "missing": missing}, "\n".join(lines))
 
 
 def _pull(arguments: argparse.Namespace) -> int:
@@ -439,12 +436,9 @@ def _pull_source(images: Images, source: str) -> str:
 
 def _show_files(files: dict[str, str], json: bool, failures: Mapping[str, MegaflowError] | None = None) -> None:
     failed = {name: str(error) for name, error in (failures or {}).items()}
-    if json:
-        print_json({"images": files, **({"failed": failed} if failed else {})})
-        return
-    say(table(("image", "file"), files.items()))
-    for name, message in failed.items():
-        note(f"{name} failed: {message}")
+    errors = "\n".join(f"{name} failed: {message}" for name, message in failed.items())
+    found = {"images": files, **({"failed": failed} if failed else {})}
+    print_result(json, found, table(("image", "file"), files.items()), errors)
 
 
 def _manifest(arguments: argparse.Namespace) -> int:
@@ -456,15 +450,13 @@ def _manifest(arguments: argparse.Namespace) -> int:
     lacking = missing(content)
     if arguments.output:
         write_manifest(output_file(arguments.output), content)
-    if arguments.json:
-        print_json({**content, "missing": lacking})
-    else:
-        rows = []
-        for row in content["images"]:
-            digest = (row["digest"] or "missing")[:12]
-            rows.append((row["source"], digest, len(row["layers"]) or "", _megabytes(row["bytes"])))
-        say(table(("source", "digest", "layers", "MB"), rows))
-        say(f"{_megabytes(content['bytes'])} MB in all, shared files counted once")
+    rows = []
+    for row in content["images"]:
+        digest = (row["digest"] or "missing")[:12]
+        rows.append((row["source"], digest, len(row["layers"]) or "", _megabytes(row["bytes"])))
+    total = f"{_megabytes(content['bytes'])} MB in all, shared files counted once"
+    text = f"{table(('source', 'digest', 'layers', 'MB'), rows)}\n{total}"
+    print_result(arguments.json, {**content, "missing": lacking}, text)
     return 1 if lacking else 0
 
 
@@ -478,10 +470,8 @@ def _export(arguments: argparse.Namespace) -> int:
     note(f"{image.stem[:12]}: writing {target}")
     Builder().export(image, output_file(target))
     size = target.stat().st_size
-    if arguments.json:
-        print_json({"image": str(image), "file": str(target), "bytes": size})
-    else:
-        say(f"{target}: {_megabytes(size)} MB")
+    exported = {"image": str(image), "file": str(target), "bytes": size}
+    print_result(arguments.json, exported, f"{target}: {_megabytes(size)} MB")
     return 0
 
 
@@ -520,10 +510,8 @@ def _stage(arguments: argparse.Namespace) -> int:
         lease = cache.acquire(path)
         staged.append({"image": path, "path": lease.path, "layers": list(lease.layers)})
         lease.release()
-    if arguments.json:
-        print_json({"staged": staged, "copied_bytes": cache.copied_bytes})
-    else:
-        say(table(("image", "copy"), [(row["image"], row["path"]) for row in staged]))
+    text = table(("image", "copy"), [(row["image"], row["path"]) for row in staged])
+    print_result(arguments.json, {"staged": staged, "copied_bytes": cache.copied_bytes}, text)
     return 0
 
 
@@ -547,15 +535,13 @@ def _list(arguments: argparse.Namespace) -> int:
 
 def _list_cache(cache: ImageCache, json: bool) -> None:
     copies = cache.list()
-    if json:
-        budget = {"bytes": cache.budget.bytes, "inodes": cache.budget.inodes}
-        print_json({"budget": budget, "copies": copies})
-        return
     lines = []
     for row in copies:
         state = "in use" if row["in_use"] else ""
         lines.append((row["name"], _megabytes(row["bytes"]), row["inodes"], state, row["image"]))
-    say(table(("copy", "MB", "files", "", "made from"), lines))
+    budget = {"bytes": cache.budget.bytes, "inodes": cache.budget.inodes}
+    text = table(("copy", "MB", "files", "", "made from"), lines)
+    print_result(json, {"budget": budget, "copies": copies}, text)
 
 
 def _list_store(store: ImageStore, json: bool) -> None:
@@ -568,15 +554,13 @@ def _list_store(store: ImageStore, json: bool) -> None:
         own, shared = sizes[digest]
         row = {**vars(images[digest]), "own_bytes": own, "shared_bytes": shared}
         rows.append({**row, "sources": names.get(digest, [images[digest].source])})
-    if json:
-        print_json({"stores": list(map(str, store.roots)), "images": rows})
-        return
     lines = []
     for row in rows:
         shared_mb = _megabytes(row["shared_bytes"]) if row["shared_bytes"] else ""
         sources = ", ".join(row["sources"])
         lines.append((row["digest"][:12], _megabytes(row["own_bytes"]), shared_mb, row["inodes"], sources))
-    say(table(("digest", "MB", "shared MB", "files", "from"), lines))
+    text = table(("digest", "MB", "shared MB", "files", "from"), lines)
+    print_result(json, {"stores": list(map(str, store.roots)), "images": rows}, text)
 
 
 def _prune(arguments: argparse.Namespace) -> int:
@@ -619,9 +603,8 @@ def _own_image(store: ImageStore, digest: str) -> StoredImage:
 
 
 def _show_removed(removed: list[str], layers: Sequence[str], freed_bytes: int, dry_run: bool, json: bool) -> None:
-    if json:
-        print_json({"removed": removed, "layers": layers, "freed_bytes": freed_bytes, "dry_run": dry_run})
-        return
     also = f", and {len(layers)} layers" if layers else ""
     verb = "would go" if dry_run else "removed"
-    say("\n".join([*removed, f"{len(removed)}{also} {verb}, {freed_bytes / 1e6:.1f} MB"]))
+    lines = [*removed, f"{len(removed)}{also} {verb}, {freed_bytes / 1e6:.1f} MB"]
+    found = {"removed": removed, "layers": layers, "freed_bytes": freed_bytes, "dry_run": dry_run}
+    print_result(json, found, "\n".join(lines))

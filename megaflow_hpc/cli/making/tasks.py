@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.cli.output import note, print_json, say, table
+from megaflow_hpc.cli.output import note, print_json, print_result, say, table
 from megaflow_hpc.cli.progress import PlanProgress, under_way
 from megaflow_hpc.cli.verb import Subparsers, add_group, add_output, add_verb, whole
 from megaflow_hpc.errors import ConfigError, Mistakes
@@ -278,14 +278,12 @@ def _list_sets(as_json: bool) -> int:
     from megaflow_hpc.tasks.sets.download import task_sets
 
     sets = task_sets()
-    if as_json:
-        print_json([{"name": name, "page": each.page, **msgspec.to_builtins(each)} for name, each in sets.items()])
-        return 0
     rows = [
         (name, each.tasks, each.bytes, each.licence, each.images, each.format or f"not read: {each.unread}")
         for name, each in sets.items()
     ]
-    say(table(("name", "tasks", "bytes", "licence", "images", "format"), rows))
+    found = [{"name": name, "page": each.page, **msgspec.to_builtins(each)} for name, each in sets.items()]
+    print_result(as_json, found, table(("name", "tasks", "bytes", "licence", "images", "format"), rows))
     return 0
 
 
@@ -462,11 +460,9 @@ def run_new(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.tasks.harbor.format import BASE, write_template
 
     path = write_template(arguments.name, Path(arguments.directory))
-    if arguments.json:
-        print_json({"path": str(path), "id": path.name})
-    else:
-        image = "" if Path(_image_beside(path, "base")).exists() else f" --image {BASE}"
-        say(f"{path}\nprove it: megaflow-hpc tasks validate {path}{image}")
+    image = "" if Path(_image_beside(path, "base")).exists() else f" --image {BASE}"
+    text = f"{path}\nprove it: megaflow-hpc tasks validate {path}{image}"
+    print_result(arguments.json, {"path": str(path), "id": path.name}, text)
     return 0
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli.output import estimate, note, print_json, say, table
+from megaflow_hpc.cli.output import estimate, note, print_json, print_result, say, table
 from megaflow_hpc.cli.progress import PlanProgress
 from megaflow_hpc.cli.verb import above_zero, add_output, add_run, add_verb, zero_or_more
 from megaflow_hpc.errors import ConfigError, SiteError
@@ -66,7 +66,11 @@ def register(subparsers: Any) -> None:
     )
     compare.add_argument("--against", metavar="NAME", help="run, policy, agent or role to compare the others with")
     compare.add_argument(
-        "--tasks", type=_count, default=20, metavar="N|all", help="number of tasks to print; default: 20; JSON has all"
+        "--tasks",
+        type=_number_or("a number or all", "all"),
+        default=20,
+        metavar="N|all",
+        help="number of tasks to print; default: 20; JSON has all",
     )
     report = add_verb(
         subparsers,
@@ -86,7 +90,7 @@ def register(subparsers: Any) -> None:
     add_output(report, "directory to write; default: report/ in the (first) run directory")
     report.add_argument(
         "--transcripts",
-        type=_wanted,
+        type=_number_or("a number, all or none", "all", "none", "some"),
         default="some",
         metavar="N|all|none",
         help="number of transcripts in the page; default: the most interesting ones, at most 1.4 MB",
@@ -124,20 +128,15 @@ def register(subparsers: Any) -> None:
     add_output(track, "directory of points and local trackers (RUN/track)", metavar="DIR")
 
 
-def _count(text: str) -> int | None:
-    if text == "all":
-        return None
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text}: expected a number or all")
-    return int(text)
+def _number_or(expected: str, *words: str) -> Callable[[str], int | str]:
+    """Returns an argument type for whole numbers and some words."""
 
+    def read(text: str) -> int | str:
+        if text not in words and not text.isdigit():
+            raise argparse.ArgumentTypeError(f"{text}: expected {expected}")
+        return text if text in words else int(text)
 
-def _wanted(text: str) -> int | str:
-    if text in ("all", "none", "some"):
-        return text
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text}: expected a number, all or none")
-    return int(text)
+    return read
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -164,12 +163,9 @@ def _report(arguments: argparse.Namespace) -> int:
             written = files.write_report(
                 folder, runs, differences, arguments.transcripts, not arguments.no_pictures, watch.step
             )
-    if arguments.json:
-        compared = files.comparison_json(figures, differences)
-        print_json({"runs": to_builtins(figures), **compared, "files": list(map(str, written))})
-    else:
-        say(_summary(figures))
-        say(f"report: {written[-1]}")
+    compared = files.comparison_json(figures, differences)
+    found = {"runs": to_builtins(figures), **compared, "files": list(map(str, written))}
+    print_result(arguments.json, found, f"{_summary(figures)}\nreport: {written[-1]}")
     return 0
 
 
@@ -196,7 +192,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         say("nothing to compare: one run with one policy, agent and role; name a second run")
     matrix = matrix_of(runs)
     if len(matrix.arms) > 1 and arguments.tasks != 0:
-        shown = slice(arguments.tasks)
+        shown = slice(None if arguments.tasks == "all" else arguments.tasks)
         means = [["-" if mean is None else f"{mean:.3f}" for mean in row] for row in matrix.means[shown]]
         say()
         heads = matrix.arms
@@ -273,11 +269,10 @@ def _track(arguments: argparse.Namespace) -> int:
                 with trackers.reported(name, points):
                     tracker.close(points.is_over)
         stored = {name: {"place": tracker.place, "sent": sent[name]} for name, tracker in made.items()}
-        if arguments.json:
-            print_json({"points": points.position.points, "file": str(points.path), "trackers": stored})
-        else:
-            for name, entry in stored.items():
-                say(f"{name}: {entry['sent']} new of {points.position.points} points in {entry['place']}")
+        count = points.position.points
+        lines = [f"{name}: {entry['sent']} new of {count} points in {entry['place']}" for name, entry in stored.items()]
+        found = {"points": count, "file": str(points.path), "trackers": stored}
+        print_result(arguments.json, found, "\n".join(lines))
     return 0
 
 

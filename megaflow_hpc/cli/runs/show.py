@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli.output import ROLE_COLOURS, note, print_json, say, used
+from megaflow_hpc.cli.output import ROLE_COLOURS, note, print_json, print_result, say, used
 from megaflow_hpc.cli.verb import Subparsers, add_output, add_run, add_verb, output_file
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_atomic
@@ -306,12 +306,8 @@ def hand_out_images(row: Row, directory: Path, as_json: bool) -> None:
         path = directory / image.file_name
         write_atomic(path, image.data)
         written.append({**_image_json(image), "path": str(path)})
-    if as_json:
-        print_json({"id": row.id, "images": written})
-        return
-    note(f"{row.id}: {len(written)} images")
-    for one in written:
-        say(one["path"])
+    paths = "\n".join(one["path"] for one in written)
+    print_result(as_json, {"id": row.id, "images": written}, paths, f"{row.id}: {len(written)} images")
 
 
 def verifier_lines(row: Row, full: bool) -> Iterator[str]:

@@ -19,6 +19,7 @@ from megaflow_hpc.cli.output import (
     failure_lines,
     note,
     print_json,
+    print_result,
     queue_lines,
     say,
     seconds,
@@ -256,13 +257,10 @@ def _usage(arguments: argparse.Namespace) -> int:
         if not totals[run]["core_seconds"]:
             note(f"{run}: Slurm's accounting has no started job of it; report shows what its pods recorded themselves")
     total = added(totals.values())
-    if arguments.json:
-        print_json(
-            {"runs": [{"run": str(Path(run).absolute()), **used} for run, used in totals.items()], "total": total}
-        )
-        return 0
     rows = [(Path(run).name, *hours(used)) for run, used in totals.items()]
-    say(table(HEAD, [*rows, ("total", *hours(total))] if len(rows) > 1 else rows))
+    text = table(HEAD, [*rows, ("total", *hours(total))] if len(rows) > 1 else rows)
+    each = [{"run": str(Path(run).absolute()), **used} for run, used in totals.items()]
+    print_result(arguments.json, {"runs": each, "total": total}, text)
     return 0
 
 

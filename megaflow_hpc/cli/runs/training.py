@@ -7,7 +7,7 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.cli.output import note, print_json, say, table
+from megaflow_hpc.cli.output import note, print_result, table
 from megaflow_hpc.cli.verb import Subparsers, above_zero, add_group, add_run, add_verb, whole, zero_or_more
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir import amendments
@@ -101,10 +101,7 @@ def _fit(arguments: argparse.Namespace) -> int:
     for name in config.training.policies:
         fit = fit_of(config, name, model_of(config, name, campaign.base), arguments.gpus, arguments.nodes)
         fits.append(replace(fit, gpu_gb=arguments.gpu_memory) if arguments.gpu_memory else fit)
-    if arguments.json:
-        print_json([_fit_facts(fit) for fit in fits])
-    else:
-        say("\n\n".join(_fit_page(fit) for fit in fits))
+    print_result(arguments.json, [_fit_facts(fit) for fit in fits], "\n\n".join(map(_fit_page, fits)))
     return 0
 
 
@@ -168,11 +165,8 @@ def _skip(arguments: argparse.Namespace) -> int:
     run, policy = _training(arguments)
     number, planned = amendments.skip(run, policy, arguments.step, arguments.rollout, arguments.cause)
     what = f"rollout {arguments.rollout} of step {arguments.step}" if arguments.rollout else f"step {arguments.step}"
-    if arguments.json:
-        print_json({"amendment": number, "policy": policy, "step": arguments.step, "rollout": arguments.rollout})
-    else:
-        say(number)
-        note(f"policy {policy}: {what} will be left out")
+    amendment = {"amendment": number, "policy": policy, "step": arguments.step, "rollout": arguments.rollout}
+    print_result(arguments.json, amendment, number, f"policy {policy}: {what} will be left out")
     if planned:
         note(
             "the step is planned: if the trainer is training it now, that attempt is not interrupted and may commit it"
@@ -184,12 +178,9 @@ def _set(arguments: argparse.Namespace) -> int:
     run, policy = _training(arguments)
     changes = dict(arguments.settings)
     number = amendments.change(run, policy, changes, arguments.cause)
-    if arguments.json:
-        print_json({"amendment": number, "policy": policy, **changes})
-    else:
-        say(number)
-        changed = ", ".join(f"{name} {value:g}" for name, value in changes.items())
-        note(f"policy {policy}: {changed} from the next step on")
+    changed = ", ".join(f"{name} {value:g}" for name, value in changes.items())
+    hint = f"policy {policy}: {changed} from the next step on"
+    print_result(arguments.json, {"amendment": number, "policy": policy, **changes}, number, hint)
     return 0
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from megaflow_hpc.cli.output import note, print_json, say, table
+from megaflow_hpc.cli.output import note, print_result, table
 from megaflow_hpc.cli.progress import under_way
 from megaflow_hpc.cli.verb import Subparsers, add_group, add_run, add_verb, whole
 from megaflow_hpc.errors import ConfigError
@@ -110,23 +110,16 @@ def _publish(arguments: argparse.Namespace) -> int:
         made = weights.publish(
             run, arguments.directory, arguments.policy, move=arguments.move, keep=arguments.keep, **named
         )
-    if arguments.json:
-        print_json(asdict(made))
-    else:
-        say(made.version)
-        note(f"policy {made.policy}: version {made.version} at {made.path}; servers check for it every few seconds")
+    hint = f"policy {made.policy}: version {made.version} at {made.path}; servers check for it every few seconds"
+    print_result(arguments.json, asdict(made), made.version, hint)
     return 0
 
 
 def _send(arguments: argparse.Namespace) -> int:
     with under_way(f"sending to {arguments.directory}"):
         sent = weight_relay.send(RunDir(arguments.run_dir), arguments.directory, arguments.policy)
-    if arguments.json:
-        print_json(asdict(sent))
-    elif sent.version:
-        say(sent.version)
-    else:
-        note(f"policy {sent.policy}: nothing is published yet")
+    hint = "" if sent.version else f"policy {sent.policy}: nothing is published yet"
+    print_result(arguments.json, asdict(sent), sent.version or "", hint)
     return 0
 
 
@@ -134,15 +127,10 @@ def _receive(arguments: argparse.Namespace) -> int:
     run = _loading(arguments)
     with under_way(f"receiving from {arguments.directory}"):
         received = weight_relay.receive(run, arguments.directory, arguments.policy)
-    if arguments.json:
-        print_json(asdict(received))
-        return 0
-    if received.version:
-        say(received.version.version)
-    if received.waiting:
-        note(f"waiting: {received.waiting}")
-    elif not received.version:
-        note(f"nothing newer than version {received.sent} of the sender")
+    hint = f"waiting: {received.waiting}" if received.waiting else ""
+    if not (received.version or received.waiting):
+        hint = f"nothing newer than version {received.sent} of the sender"
+    print_result(arguments.json, asdict(received), received.version.version if received.version else "", hint)
     return 0
 
 
@@ -166,9 +154,6 @@ def _list(arguments: argparse.Namespace) -> int:
         }
         for version in listed
     ]
-    if arguments.json:
-        print_json(rows)
-        return 0
     lines = [
         (
             row["policy"],
@@ -181,5 +166,6 @@ def _list(arguments: argparse.Namespace) -> int:
         )
         for row in rows
     ]
-    say(table(("policy", "version", "ordinal", "published (UTC)", "servers", "path", "refused because"), lines))
+    head = ("policy", "version", "ordinal", "published (UTC)", "servers", "path", "refused because")
+    print_result(arguments.json, rows, table(head, lines))
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -99,11 +100,9 @@ def means(snapshot: RunSnapshot) -> Text:
 
 def _numbered(what: str, things: list[dict[str, Any]], normal: str) -> str:
     """Formats ``pods 3 (1 silent, 2 done)``: the number in the normal state, followed by the other states."""
-    states: dict[str, int] = {}
-    for thing in things:
-        states[thing["state"]] = states.get(thing["state"], 0) + 1
+    states = Counter(thing["state"] for thing in things)
     others = ", ".join(f"{count} {state}" for state, count in sorted(states.items()) if state != normal)
-    return f"{what} {states.get(normal, 0)}" + (f" ({others})" if others else "")
+    return f"{what} {states[normal]}" + (f" ({others})" if others else "")
 
 
 def remarks(snapshot: RunSnapshot) -> Iterator[str]:

@@ -152,9 +152,7 @@ def _plain(call: Call, reply: Reply, rendered: Prompt | None) -> Answer:
             check_size(reply, reply.size)
             return _text_answer(call, reply)
         sample.images = rendered.images
-    _strip(reply, request.body, request.chat)
-    check_size(reply, reply.size)
-    return _token_answer(reply, samples, "plain")
+    return _token_answer(call, reply, samples, "plain")
 
 
 async def split(call: Call) -> Answer:
@@ -235,9 +233,7 @@ async def split(call: Call) -> Answer:
             stopped=choice.get("finish_reason") == "stop" and not isinstance(choice.get("stop_reason"), str),
             experts=experts,
         )
-        _strip(reply, body, chat=True)
-        check_size(reply, reply.size)
-        return _token_answer(reply, [sample], "split")
+        return _token_answer(call, reply, [sample], "split")
 
     return await _read(call, reply, lacking, derendered)
 
@@ -298,9 +294,7 @@ async def sglang(call: Call) -> Answer:
         if sample.prompt != prompt.tokens:
             raise ValueError(f"{len(prompt.tokens)} prompt tokens, answered for {len(sample.prompt)} others")
         sample.rendered, sample.stopped = rendered, isinstance(choice.get("matched_stop"), int)
-        _strip(reply, call.request.body, True)
-        check_size(reply, reply.size)
-        return _token_answer(reply, [sample], "sglang")
+        return _token_answer(call, reply, [sample], "sglang")
 
     return await _read(call, reply, lacking, answered)
 
@@ -385,7 +379,10 @@ def _text_answer(call: Call, reply: Reply) -> Answer:
     return Answer(reply, samples, "text", reply.size, total)
 
 
-def _token_answer(reply: Reply, samples: list[SampledTokens], protocol: str) -> Answer:
+def _token_answer(call: Call, reply: Reply, samples: list[SampledTokens], protocol: str) -> Answer:
+    """Returns an answer with tokens. Removes the fields that only the gateway requested."""
+    _strip(reply, call.request.body, call.request.chat)
+    check_size(reply, reply.size)
     total = len(samples[0].prompt) + sum(len(sample.tokens) for sample in samples)
     return Answer(reply, samples, protocol, reply.size, total)
 

@@ -82,18 +82,6 @@ class Registration:
         self._down = False
         """True while the server waits for an external endpoint that is unavailable."""
 
-    def check_address(self) -> None:
-        """Checks that other nodes can reach this node, if this is a Slurm job.
-
-        Raises:
-            ConfigError: The node's host name does not resolve, and the node has no route to other nodes.
-        """
-        if os.environ.get("SLURM_JOB_ID") and address() == LOOPBACK:
-            raise ConfigError(
-                f"pods cannot reach this server: host name {socket.gethostname()!r} does not resolve, and the node has "
-                "no route to other nodes; export MEGAFLOW_ADDRESS=… in slurm.servers.setup, with its name or address"
-            )
-
     async def register(self, launch: Launch, proxy: Proxy, fingerprint: str) -> str:
         """Collects the fields that :meth:`beat` publishes. Returns the address and the template's behaviour, for the
         log."""
@@ -200,6 +188,19 @@ class Registration:
             job_id=job_id(),
             log=str(self.log_file) if self.log_file.exists() else "",
             at=time.time(),
+        )
+
+
+def check_address() -> None:
+    """Checks that other nodes can reach this node, if this is a Slurm job.
+
+    Raises:
+        ConfigError: The node's host name does not resolve, and the node has no route to other nodes.
+    """
+    if os.environ.get("SLURM_JOB_ID") and address() == LOOPBACK:
+        raise ConfigError(
+            f"pods cannot reach this server: host name {socket.gethostname()!r} does not resolve, and the node has "
+            "no route to other nodes; export MEGAFLOW_ADDRESS=… in slurm.servers.setup, with its name or address"
         )
 
 

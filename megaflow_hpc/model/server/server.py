@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import ssl
 import sys
 import tempfile
 import time
@@ -36,7 +37,7 @@ from megaflow_hpc.model.engines import adapters
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.engines.process import EngineProcess, is_lasting
 from megaflow_hpc.model.server.proxy import Proxy, make_context
-from megaflow_hpc.model.server.registration import Assignment, Registration, in_slurm
+from megaflow_hpc.model.server.registration import Assignment, Registration, check_address, in_slurm
 from megaflow_hpc.model.server.sleep import Sleeper
 from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.model.server.weight_updates import WeightUpdater
@@ -73,17 +74,100 @@ class _RestartForWeights(Exception):
     """The engine must be restarted with the current version of the weights."""
 
 
-class EngineServer:
-    """Runs one engine behind a proxy until the server has to exit.
+class ElementServer:
+    """Base class of the servers that run as an element of the engine array.
 
     Args:
         run: The campaign's run directory.
         what: Model and name of this server.
-        idle_s: Seconds without a request after which the server exits. Does not apply before the first request.
         poll_s: Seconds between polls of the run directory.
-        weights_poll_s: Seconds between polls of the weights pointer.
         beat_s: Seconds between heartbeats.
         backoff_s: Seconds before the second consecutive start. The third start waits five times as long.
+    """
+
+    def __init__(self, run: RunDir, what: Assignment, poll_s: float, beat_s: float, backoff_s: float) -> None:
+        self.run_dir, self.what = run, what
+        self.poll_s, self.beat_s, self.backoff_s = poll_s, beat_s, backoff_s
+        self._leave = asyncio.Event()
+        self._marks, self._missing = Marks(run), 0
+
+    async def run(self) -> int:
+        """Serves until the server has to exit. Returns the exit status."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+            loop.add_signal_handler(number, self.leave, f"signal {signal.Signals(number).name}")
+        private = Path(tempfile.mkdtemp(prefix="megaflow-", dir=scratch()))
+        watcher = asyncio.create_task(self._watch())
+        try:
+            check_address()
+            encrypted = os.environ.get("MEGAFLOW_TLS", "1") != "0"
+            context, fingerprint = make_context(private) if encrypted else (None, "")
+            return await self._serve(private, context, fingerprint)
+        except ConfigError as error:
+            self._give_up(str(error), lasting=True)
+            return error.exit_status
+        finally:
+            watcher.cancel()
+            remove_tree(private, ignore_errors=True)
+
+    async def _serve(self, private: Path, context: ssl.SSLContext | None, fingerprint: str) -> int:
+        """Serves until :meth:`leave` is called or every start has failed. Returns the exit status.
+
+        Args:
+            private: A node-local directory of mode 0700.
+            context: TLS context with the certificate of this server. ``None`` to serve without TLS.
+            fingerprint: SHA-256 of that certificate.
+        """
+        raise NotImplementedError
+
+    async def _watch(self) -> None:
+        """Calls :meth:`_look_at_run` every few seconds."""
+        while not self._leave.is_set():
+            await asyncio.sleep(self.poll_s)
+            self._look_at_run()
+
+    def leave(self, why: str) -> None:
+        """Makes :meth:`run` drain and return. Idempotent."""
+        if not self._leave.is_set():
+            self._say(f"leaving: {why}")
+            self._leave.set()
+
+    def _look_at_run(self) -> None:
+        """Makes the server exit if the campaign is over or its directory was deleted."""
+        if self._marks.over:
+            self.leave("the campaign is over")
+        try:
+            self.run_dir.run_json.stat()
+            self._missing = 0
+        except FileNotFoundError:
+            self._missing += 1
+        except OSError:  # the file system is temporarily unreachable
+            self._missing = 0
+        if self._missing >= MAX_MISSING_POLLS:
+            self.leave("the run directory was deleted or moved away")
+
+    async def _leaves_before_start(self, failures: int) -> bool:
+        """Waits before the start that follows ``failures`` failed ones. Returns whether the server has to exit."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.backoff_s * (1 if failures == 1 else 5)):
+                await self._leave.wait()
+        return self._leave.is_set()
+
+    def _give_up(self, cause: str, lasting: bool) -> None:
+        self._say(f"giving up: {cause}")
+        Registration(self.run_dir, self.what).failed(cause, lasting)
+
+    def _say(self, text: str) -> None:
+        stamp = time.strftime("%H:%M:%S", time.gmtime())
+        print(printable(f"{stamp} [{self.what.name}] {text}"), file=sys.stderr, flush=True)
+
+
+class EngineServer(ElementServer):
+    """Runs one engine behind a proxy until the server has to exit. Takes the arguments of :class:`ElementServer`.
+
+    Args:
+        idle_s: Seconds without a request after which the server exits. Does not apply before the first request.
+        weights_poll_s: Seconds between polls of the weights pointer.
         caps: The ``pool`` section if the campaign is a pool, otherwise ``None``.
     """
 
@@ -99,8 +183,8 @@ class EngineServer:
         backoff_s: float,
         caps: Mapping[str, Any] | None,
     ) -> None:
-        self.run_dir, self.what, self.idle_s, self.beat_s = run, what, idle_s, beat_s
-        self.poll_s, self.weights_poll_s, self.backoff_s = poll_s, weights_poll_s, backoff_s
+        super().__init__(run, what, poll_s, beat_s, backoff_s)
+        self.idle_s, self.weights_poll_s = idle_s, weights_poll_s
         pool = EnginePool(run.path) if caps is not None else None
         self.files = Registration(run, what, pool)
         self._tenants = Tenants(pool, caps) if pool is not None and caps is not None else None
@@ -108,45 +192,23 @@ class EngineServer:
         self.weights = WeightUpdater(run, what, self._proxy)
         gpus = int(what.model.get("gpus") or 0) * int(what.model.get("nodes") or 1)
         self._meter = Meter(run, what.name, gpus_of(gpus))
-        self._leave = asyncio.Event()
         level, gpu = int(what.model.get("sleep_level") or 0), SharedGpu(run, what.policy)
         self._sleeper = Sleeper(gpu, level, self.weights, self._leave, self._say) if level else None
         self._fingerprint = ""
         self._status = 0
         self._scaler, self._consumers = Leader(run, SCALER), Consumers()
 
-    async def run(self) -> int:
-        """Serves until the server has to exit. Returns the exit status."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
-            loop.add_signal_handler(number, self.leave, f"signal {signal.Signals(number).name}")
-        private = self.weights.copies.scratch = Path(tempfile.mkdtemp(prefix="megaflow-", dir=scratch()))
+    async def _serve(self, private: Path, context: ssl.SSLContext | None, fingerprint: str) -> int:
+        self._fingerprint = fingerprint
+        self.weights.copies.scratch = private
+        await self._proxy.start(context)
         try:
-            self.files.check_address()
-            context = None
-            if os.environ.get("MEGAFLOW_TLS", "1") != "0":
-                context, self._fingerprint = make_context(private)
-            await self._proxy.start(context)
-            watcher = asyncio.create_task(self._watch())
-            try:
-                return await self._keep_running(private)
-            finally:
-                watcher.cancel()
-                self._note_gpus(now=True)
-                self.files.leave()
-                await self._proxy.stop()
-        except ConfigError as error:
-            self._give_up(str(error), lasting=True)
-            return error.exit_status
+            return await self._keep_running(private)
         finally:
+            self._note_gpus(now=True)
+            self.files.leave()
+            await self._proxy.stop()
             self.weights.copies.close()
-            remove_tree(private, ignore_errors=True)
-
-    def leave(self, why: str) -> None:
-        """Makes :meth:`run` drain and return. Idempotent."""
-        if not self._leave.is_set():
-            self._say(f"leaving: {why}")
-            self._leave.set()
 
     async def _keep_running(self, private: Path) -> int:
         failures = 0
@@ -179,9 +241,7 @@ class EngineServer:
                     failures = 0
                     continue
                 self.files.starts_again(f"start {failures} of {MAX_STARTS}: {error}")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.backoff_s * (1 if failures == 1 else 5)):
-                    await self._leave.wait()
+            if await self._leaves_before_start(failures):
                 return 0
 
     async def _run_engine(self, private: Path, version: Version) -> None:
@@ -274,17 +334,11 @@ class EngineServer:
 
     async def _watch(self) -> None:
         """Renews the heartbeat, and makes the server exit when the campaign ends or the server is idle."""
-        marks = Marks(self.run_dir)
         next_beat = time.monotonic() + self.beat_s
-        missing = 0
         while not self._leave.is_set():
             self._note_gpus()
             await asyncio.sleep(min(self.poll_s, self.idle_s))
-            if marks.over:
-                self.leave("the campaign is over")
-            missing = missing + 1 if self._no_run() else 0
-            if missing >= MAX_MISSING_POLLS:
-                self.leave("the run directory was deleted or moved away")
+            self._look_at_run()
             idle = time.monotonic() - self._proxy.last_request
             if self._asked() and not self._proxy.in_flight and idle > self.idle_s and await self._may_idle():
                 self._status = IDLE_STATUS if in_slurm() else 0
@@ -295,15 +349,6 @@ class EngineServer:
                     await self._beat()
                 except OSError as error:
                     self._say(f"heartbeat: {error}")
-
-    def _no_run(self) -> bool:
-        try:
-            self.run_dir.run_json.stat()
-        except FileNotFoundError:
-            return True
-        except OSError:  # the file system is temporarily unreachable
-            pass
-        return False
 
     def _note_gpus(self, now: bool = False) -> None:
         try:
@@ -328,14 +373,6 @@ class EngineServer:
             return False
         await asyncio.to_thread(Files(self.run_dir).carry_out, self._consumers.look())
         return not self._consumers.awaited
-
-    def _give_up(self, cause: str, lasting: bool) -> None:
-        self._say(f"giving up: {cause}")
-        self.files.failed(cause, lasting)
-
-    def _say(self, text: str) -> None:
-        stamp = time.strftime("%H:%M:%S", time.gmtime())
-        print(printable(f"{stamp} [{self.what.name}] {text}"), file=sys.stderr, flush=True)
 
 
 def _named(version: Version) -> str:

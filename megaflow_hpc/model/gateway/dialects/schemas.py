@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from typing import Annotated, Any
 
 import msgspec
@@ -176,31 +177,21 @@ def check_progress(schema: Mapping[str, Any], field: str, compiled: bool) -> Non
         field: Name of the field that contains it.
         compiled: True if the engine compiles the schema to a grammar. Dangling references are then refused too.
     """
-    checked: set[int] = set()
-    """``id()`` of each schema that has been checked completely."""
-    for start in _schemas(schema):
-        path: list[tuple[int, Iterator[Any]]] = []
-        on_path: set[int] = set()
-        enter: Any = start
-        while True:
-            if isinstance(enter, Mapping) and id(enter) not in checked:
-                if id(enter) in on_path:
-                    raise BadRequest(
-                        f"{field}: $ref {_reference(schema, enter)} refers back to itself without describing a value; "
-                        "give the intended schema"
-                    )
-                on_path.add(id(enter))
-                path.append((id(enter), _applied(schema, enter, field, compiled)))
-            while path:
-                current, following = path[-1]
-                enter = next(following, None)
-                if enter is not None:
-                    break
-                path.pop()
-                on_path.discard(current)
-                checked.add(current)
-            if not path:
-                break
+    schemas: dict[int, Mapping[str, Any]] = {}
+    """Schemas that apply others to the same value, by their ``id()``."""
+    applied: dict[int, list[int]] = {}
+    for inner in _schemas(schema):
+        if others := list(_applied(schema, inner, field, compiled)):
+            schemas[id(inner)] = inner
+            applied[id(inner)] = [id(other) for other in others]
+    try:
+        TopologicalSorter(applied).prepare()
+    except CycleError as error:
+        first = schemas[error.args[1][0]]
+        raise BadRequest(
+            f"{field}: $ref {_reference(schema, first)} refers back to itself without describing a value; "
+            "give the intended schema"
+        ) from None
 
 
 def _schemas(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
