@@ -314,23 +314,24 @@ TRAINERS_SCORES = """
 import json, sys
 import torch
 from megaflow_hpc.training.trainer.model import load
-model, temperature, tokens, where = sys.argv[1], float(sys.argv[2]), *map(json.loads, sys.argv[3:])
-policy = load(model, "float32")
-policy.temperature = temperature
-tokens, where = torch.tensor(tokens), torch.tensor(where)
-with torch.no_grad():
-    scores, _ = policy(tokens, torch.arange(len(tokens)), [0, len(tokens)], where)
-print(json.dumps(scores[where].tolist()))
+found = []
+policy = load(sys.argv[1], "float32")
+for tokens, where in json.loads(sys.argv[2]):
+    tokens, where = torch.tensor(tokens), torch.tensor(where)
+    for policy.temperature in (0.4, 1):
+        with torch.no_grad():
+            scores, _ = policy(tokens, torch.arange(len(tokens)), [0, len(tokens)], where)
+        found.append(scores[where].tolist())
+print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("protocol", ["split", "plain"])
 def test_engine_and_trainer_agree_at_another_temperature(
-    vllm: Servers, tiny_model: Path, tmp_path: Path, protocol: str, monkeypatch: pytest.MonkeyPatch
+    vllm: Servers, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # the trainer's torch leaves files, which are not the engine's
 
-    async def sampled() -> TokenSequence:
+    async def sampled(protocol: str) -> TokenSequence:
         own = Sampling({**NEUTRAL, "temperature": 0.4})
         async with ModelGateway(wait_s=60, sampling={"default": own}) as gateway:
             gateway.update_endpoints([{**vllm.record(0), "protocol": protocol}])
@@ -339,16 +340,15 @@ def test_engine_and_trainer_agree_at_another_temperature(
             (sequence,) = (await gateway.close("t/default/0")).sequences
         return sequence
 
-    sequence = asyncio.run(sampled())
-    where = [place for place, mask in enumerate(sequence.loss_mask) if mask]
-    recorded = [sequence.logprobs[place] for place in where]
-    arguments = (json.dumps(list(sequence.tokens)), json.dumps(where))
-    same, neutral = (
-        run_ranks(TRAINERS_SCORES, tmp_path, tiny_model, temperature, *arguments) for temperature in (0.4, 1)
-    )
-    assert len(where) > 20
-    assert recorded == pytest.approx(same, abs=1e-3)
-    assert max(abs(a - b) for a, b in zip(recorded, neutral, strict=True)) > 0.1
+    sequences = [asyncio.run(sampled(protocol)) for protocol in ("split", "plain")]
+    places = [[place for place, mask in enumerate(sequence.loss_mask) if mask] for sequence in sequences]
+    asked = [(list(sequence.tokens), where) for sequence, where in zip(sequences, places, strict=True)]
+    scores = run_ranks(TRAINERS_SCORES, tmp_path, tiny_model, json.dumps(asked))
+    for sequence, where, same, neutral in zip(sequences, places, scores[::2], scores[1::2], strict=True):
+        recorded = [sequence.logprobs[place] for place in where]
+        assert len(where) > 20
+        assert recorded == pytest.approx(same, abs=1e-3)
+        assert max(abs(a - b) for a, b in zip(recorded, neutral, strict=True)) > 0.1
 
 
 @pytest.mark.parametrize("protocol", ["split", "plain"])
