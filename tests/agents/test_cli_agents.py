@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -74,6 +75,10 @@ def test_each_program_repairs_a_file_and_is_recorded_as_one_sequence(
         for agent, trajectory in found.items():
             assert [turn.sequence for turn in trajectory.turns] == [0, 0, 0], agent
             assert trajectory.constrained == 0, f"{agent} asks for sampling that is not trained on"
+            (sequence,) = trajectory.sequences
+            mask = np.asarray(sequence.loss_mask, bool)
+            assert (trajectory.inexact, mask.any()) == (0, True), agent
+            assert np.isfinite(np.asarray(sequence.logprobs)[mask]).all(), agent
             assert trajectory.messages[-1]["content"] == "add() adds now."
             assert [bool(m.get("tool_calls")) for m in trajectory.messages if m["role"] == "assistant"] == [1, 1, 0]
             assert used_apis(trajectory) == documented_apis(agent)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from tests.bench import bare, container_peers
+from tests.bench import bare
 from tests.bench.arguments import add_count, add_image, image_of
 from tests.bench.command import main
 from tests.bench.figures import Figure, median, multiple, quantile
@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "--sandboxes", 32, "sandboxes that run commands at once, for the rate")
     add_count(parser, "--each", 150, "commands in each of them and round")
     add_count(parser, "--rounds", 10, "rounds of both")
-    add_count(parser, "--peer-commands", 20, "commands of each peer")
 
 
 def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
@@ -64,7 +63,7 @@ async def _run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
         bare_ms = statistics.median(taken for part in limit for taken in part)
         p50, p99 = (f"{bare.PROGRAM} in a running sandbox, {which}" for which in ("p50", "p99"))
         rate = f"{bare.PROGRAM} over {arguments.sandboxes} sandboxes"
-        figures = [
+        return [
             median(p50, "ms", true).beside(bare.SPAWN, "", bare_ms),
             Figure(p99, "ms", quantile(true, 0.99), len(true)),
             median("a line of shell in a running sandbox, p50", "ms", line),
@@ -72,9 +71,6 @@ async def _run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
             multiple(p50, bare.SPAWN, [*map(statistics.median, ours)], [*map(statistics.median, limit)], 1.3),
             multiple(rate, bare.SPAWN, rates, limits, 0.8, "higher"),
         ]
-        if arguments.peers:
-            figures = await container_peers.beside_commands(figures, provider, image, arguments.peer_commands, note)
-    return figures
 
 
 async def _timed(work: Callable[[], Awaitable[object]]) -> float:

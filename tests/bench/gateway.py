@@ -8,9 +8,6 @@ through the gateway less that of the direct calls of the same round.
 
 Rounds go through direct, gateway and peers in turn, so that a busy machine is busy for all. CPU time of a call does not
 depend on what else runs nearly as much as the rest: it stands beside.
-
-With --conversations random agents of every dialect hold conversations with tools over a scripted engine, and what was
-recorded is compared with what the engine sampled.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.bench import conversations, gateway_peers
+from tests.bench import gateway_peers
 from tests.bench.arguments import above_zero, add_count
 from tests.bench.command import main
 from tests.bench.figures import Figure, median, quantile
@@ -71,18 +68,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_count(parser, "--rounds", 3, "times that each way to the engine is measured")
     add_count(parser, "--clients", 64, "calls in flight")
-    add_count(parser, "--conversations", 0, "hold N random conversations too", least=0)
 
 
 def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
-    """Measures every shape of load, then the random conversations where they are asked for."""
+    """Measures every shape of load."""
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory(prefix="megaflow-bench-") as folder:
         for name in arguments.shapes:
             figures += _shape(SHAPES[name], arguments, Path(folder), note)
-    if arguments.conversations:
-        note(f"{arguments.conversations} random conversations over every dialect")
-        figures += conversations.figures(arguments.conversations)
     return figures
 
 

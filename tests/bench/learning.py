@@ -1,18 +1,13 @@
 """Learning runs of ``launchers/learn`` with real vLLM and sandboxes, without Slurm, and a check of each.
 
     python -m tests.bench.learning curve [--steps 10]                    the reward rises beyond its interval
-    python -m tests.bench.learning killed [--steps 6]                    the trainer and then the pod are killed
-    python -m tests.bench.learning agents [--steps 40]                   two agents, both of whose rewards rise
     python -m tests.bench.learning two [--lasting 10 --slots 76]         two policies, each with an engine and a trainer
     python -m tests.bench.learning team [--shuffle] [--steps 40]         a writer and a checker, both of which learn
 
 ``--folder`` keeps the working directory with ``models/tiny-1``, which takes a minute to make. Exit status 1: the check
 failed.
 
-``curve`` compares the rewards that the first and the last weights earned. ``killed`` kills the trainer after a third
-of the steps, which restarts by itself, and the pod after two thirds, which ends ``run``; ``resume`` finishes. Then a
-trainer alone repeats all steps from the same plans without interruption, and both must have the same parameters.
-``agents`` trains one policy by two agents, which phrase tasks differently. ``two`` counts rollouts that were used twice
+``curve`` compares the rewards that the first and the last weights earned. ``two`` counts rollouts that were used twice
 or by the other policy's trainer. With ``--lasting`` each of its rollouts waits for a heavy-tailed time with that mean
 (``tests.bench.pace``). ``team`` trains a writer of commands and a checker that is rewarded for being right about them;
 with ``--shuffle`` the checker is trained on the rewards of other rollouts, and must not learn.
@@ -27,7 +22,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -40,18 +34,13 @@ from typing import Any
 import numpy as np
 
 from megaflow_hpc import Campaign, open_trajectories
-from megaflow_hpc.campaign.job_environment import trainer_python
-from megaflow_hpc.ledger import Ledger
-from megaflow_hpc.ledger.lease import process_here
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.training import Commit, Trainer, TrainingView
 from megaflow_hpc.training.plan import StepPlan, TrainingFiles
 from tests.bench.shell_team import question
 from tests.support.places import LAUNCHERS
 from tests.support.processes import descendants_end_with_this
 from tests.support.requirements import required
 from tests.support.training import trained_on
-from tests.support.waiting import until
 
 SOURCES = LAUNCHERS / "learning"
 POLICIES = ("left", "right")
@@ -126,35 +115,6 @@ def curve(asked: argparse.Namespace) -> int:
     return int(bool(wrong))
 
 
-def killed(asked: argparse.Namespace) -> int:
-    with learning(asked.folder, asked.steps, "--staleness", asked.staleness or "2") as (process, run):
-        files = TrainingFiles(run, "default")
-
-        def committed(steps: int) -> bool:
-            assert process.poll() is None, f"ended with {process.returncode}"
-            return len(files.numbers(Commit)) >= steps
-
-        until(lambda: committed(asked.steps // 3), "a third of the steps", 3600)
-        first = files.read(Trainer, 1)
-        assert first is not None
-        os.kill(first.pid, signal.SIGKILL)
-        until(lambda: committed(2 * asked.steps // 3), "two thirds of the steps", 3600)
-        (pod,) = [process for lease in Ledger(run).leases().values() if (process := process_here(lease))]
-        os.kill(pod.pid, signal.SIGKILL)
-    _settings(asked.folder)
-    subprocess.run([sys.executable, "-m", "megaflow_hpc", "resume", str(run), "--launcher", "local"], check=True)
-    taken = trained_on(files)
-    interrupted, whole = _tensors(run, asked.steps), _tensors(_repeated(run), asked.steps)
-    starts, pods = len(TrainingView(run, "default").trainers()), len(list(Ledger(run).leases()))
-    different = sum(interrupted[name] != whole[name] for name in whole)
-    twice = len(taken) - len(set(taken))
-    print(
-        f"{asked.steps} steps, {starts} starts of the trainer, {pods} of the pod; {len(taken)} rollouts trained on, "
-        f"{twice} twice; {len(whole)} tensors, {different} differ from those without an interruption; {run}"
-    )
-    return int(bool(different or twice))
-
-
 def _settings(folder: Path) -> Any:
     """Sets this process's variables as ``learn.py`` does, and returns that module."""
     sys.path.insert(0, str(folder))
@@ -162,29 +122,6 @@ def _settings(folder: Path) -> Any:
     os.environ |= learn.SMALL
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     return learn
-
-
-def _repeated(run: RunDir) -> RunDir:
-    """Repeats every step in a copy of the run by one uninterrupted trainer; returns the copy."""
-    copied = RunDir(run.path.with_name(f"{run.path.name}-alone"))
-    shutil.copytree(run.path, copied.path, symlinks=True)
-    files = TrainingFiles(copied, "default")
-    for folder in ("commits", "checkpoints", "trainers"):
-        shutil.rmtree(files.path / folder)
-    path = os.pathsep.join([str(copied.training / ".package"), os.environ.get("PYTHONPATH", "")])
-    command = [trainer_python(), "-m", "megaflow_hpc.training.trainer", str(copied.path)]
-    subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True, stdout=subprocess.DEVNULL)
-    return copied
-
-
-def _tensors(run: RunDir, step: int) -> dict[str, bytes]:
-    """Returns the tensors of model and optimizer in a step's checkpoint."""
-    (shard,) = (TrainingFiles(run, "default").checkpoints / str(step)).glob("*.safetensors")
-    data = shard.read_bytes()
-    size = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:size])
-    offsets = {name: tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"}
-    return {name: data[size + begin : size + end] for name, (begin, end) in offsets.items()}
 
 
 def _campaign(asked: argparse.Namespace, staleness: str) -> dict[str, Any]:
@@ -203,26 +140,6 @@ def _carried_out(campaign: dict[str, Any]) -> RunDir:
     run.start("local")
     run.wait()
     return run.dir
-
-
-def agents(asked: argparse.Namespace) -> int:
-    campaign = _campaign(asked, "0")
-    agent = campaign["agent"]
-    polite = {**agent, "as": "polite", "args": {**agent["args"], "preface": "Would you please: "}}
-    campaign["agent"] = [{**agent, "as": "plain"}, polite]
-    run = _carried_out(campaign)
-    for line in TrainingFiles(run, "default").metrics.read_text().splitlines():
-        step = json.loads(line)
-        print(step["step"], *(f"{name} {step[f'reward/{name}']:.3f}" for name in ("plain", "polite")))
-    learned = []
-    with open_trajectories(run.path) as store:
-        names, rewards, versions = (store.column(name) for name in ("agent", "reward", "weight_version_min"))
-        for name in ("plain", "polite"):
-            print(name, end=": ")
-            learned.append(rises(rewards[names == name], versions[names == name], asked.steps))
-    wrong = faults(run) + ([] if all(learned) else ["a reward does not rise beyond its interval"])
-    print("\n".join(wrong) or "all is as it should be")
-    return int(bool(wrong))
 
 
 def two(asked: argparse.Namespace) -> int:
@@ -310,7 +227,7 @@ def team(asked: argparse.Namespace) -> int:
     return int(learned != expected)
 
 
-MODES = {"curve": (curve, 10), "killed": (killed, 6), "agents": (agents, 40), "two": (two, 10), "team": (team, 40)}
+MODES = {"curve": (curve, 10), "two": (two, 10), "team": (team, 40)}
 """Functions with their default numbers of steps."""
 
 
@@ -318,8 +235,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", choices=MODES)
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--seed", type=int, default=0, help="of agents, two and team")
-    parser.add_argument("--staleness", help="of killed (2) and two (1)")
+    parser.add_argument("--seed", type=int, default=0, help="of two and team")
+    parser.add_argument("--staleness", help="of two (1)")
     parser.add_argument("--folder", type=Path, help="working directory, made if it is missing")
     parser.add_argument("--lasting", type=float, default=0.0, metavar="SECONDS", help="of two: mean of a rollout")
     parser.add_argument("--shuffle", action="store_true", help="of team: train the checker on rewards of others")

@@ -34,7 +34,6 @@ PACKAGES = (
 )
 _FETCHES = re.compile(r"apt-get|apk |pip3? install|uv pip|curl|wget|npm |git clone")
 _NEEDS = re.compile(r"sha256sum -c|bash|python|node |useradd")
-_LARGEST = 20_000_000
 
 
 def fetch(place: Path) -> list[Path]:

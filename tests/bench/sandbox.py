@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.bench import bare, container_peers
+from tests.bench import bare
 from tests.bench.arguments import add_count, add_image, image_of
 from tests.bench.command import main
 from tests.bench.figures import Figure, median, multiple
@@ -58,7 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "--sandboxes", 32, "sandboxes that are started at once")
     add_count(parser, "--rounds", 3, "rounds of starts at once")
     add_count(parser, "--owned", 5, "sandboxes of the owner that is killed")
-    add_count(parser, "--peer-starts", 3, "starts of each peer")
 
 
 def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
@@ -91,10 +90,7 @@ async def _run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
         ]
         note("an owner killed by SIGKILL, then the janitor")
         left = await asyncio.to_thread(_leftovers, image, arguments.owned, provider)
-        figures += [Figure(f"{what} left by a killed owner", "count", n, 1, goal=0) for what, n in left.items()]
-        if arguments.peers:
-            figures = await container_peers.beside_starts(figures, provider, image, arguments.peer_starts, note)
-    return figures
+        return figures + [Figure(f"{what} left by a killed owner", "count", n, 1, goal=0) for what, n in left.items()]
 
 
 async def _one_by_one(

@@ -1,21 +1,19 @@
-"""Measures the same rollouts written, and batches of them read, with Parquet and JSONL.
+"""Measures the same rollouts stored with Parquet and JSONL, and batches of them read with Parquet.
 
 Both hold the same rollouts, with unrounded log-probabilities. Batches come from the first rows, at most 2,048. Fewer
-rows favour the peers. Parquet reads the row groups of the requested rows, JSONL seeks to their lines.
+rows favour Parquet, which reads the row groups of the requested rows.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
-import os
 import statistics
-import time
 from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tests.bench.baselines import plain
 from tests.bench.figures import Figure
 from tests.bench.store_reads import BATCH, in_new_process
 
@@ -67,28 +65,57 @@ def jsonl_zstd(drawn: list[Any], target: Path) -> None:
             out.write(json.dumps(plain(trajectory), ensure_ascii=False).encode() + b"\n")
 
 
-def beside_ingest(figures: list[Figure], drawn: list[Any], raw_each: float, room: Path, note: Note) -> list[Figure]:
-    """Adds Parquet and JSONL with zstd to the figures of ingest and size."""
-    tokens = sum(len(t.sequences[0].tokens) for t in drawn)
+def plain(trajectory: Any) -> dict[str, Any]:
+    """A trajectory as other formats hold it: lists, numbers unrounded."""
+    sequence = trajectory.sequences[0]
+    names = [
+        "id",
+        "task_id",
+        "group_id",
+        "policy",
+        "agent",
+        "status",
+        "node",
+        "job_id",
+        "reward",
+        "started_at",
+        "finished_at",
+    ]
+    return {
+        **{name: getattr(trajectory, name) for name in (*names, "started_at", "finished_at")},
+        "messages": trajectory.messages,
+        "tokens": sequence.tokens.tolist(),
+        "logprobs": [None if value != value else value for value in sequence.logprobs],
+        "loss_mask": sequence.loss_mask.tolist(),
+        "weight_versions": sequence.weight_versions.tolist(),
+        "turns": [vars(turn) for turn in trajectory.turns],
+    }
+
+
+def jsonl_gz(drawn: list[Any]) -> int:
+    """The bytes of these rollouts as JSONL under gzip's default level, log-probabilities unrounded."""
+    lines = (json.dumps(plain(trajectory), ensure_ascii=False) for trajectory in drawn)
+    return len(gzip.compress("\n".join(lines).encode(), 6))
+
+
+def _release(name: str, package: str, note: Note) -> str:
+    """Returns the version of an installed package, or an empty text."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        note(f"{name}: not installed; pip install 'megaflow-hpc[export]'")
+        return ""
+
+
+def beside_size(figure: Figure, drawn: list[Any], room: Path, note: Note) -> Figure:
+    """Adds the size of the same rollouts in Parquet and JSONL with zstd."""
+    tokens, target = sum(len(t.sequences[0].tokens) for t in drawn), room / "peer"
     for name, package, write in (("Parquet, zstd", "pyarrow", parquet), ("JSONL, zstd", "zstandard", jsonl_zstd)):
-        try:
-            release = version(package)
-        except PackageNotFoundError:
-            note(f"{name}: not installed; pip install 'megaflow-hpc[export]'")
-            continue
-        note(f"{name}: {len(drawn)} rollouts")
-        target = room / "peer"
-        began, cpu = time.perf_counter(), time.process_time()
-        write(drawn, target)
-        descriptor = os.open(target, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-        figures[0] = figures[0].beside(name, release, raw_each * len(drawn) / 1e6 / seconds)
-        figures[2] = figures[2].beside(name, release, raw_each * len(drawn) / 1e6 / cpu)
-        figures[6] = figures[6].beside(name, release, target.stat().st_size / tokens)
-        target.unlink()
-    return figures
+        if release := _release(name, package, note):
+            write(drawn, target)
+            figure = figure.beside(name, release, target.stat().st_size / tokens)
+            target.unlink()
+    return figure
 
 
 # --- batches ---
@@ -108,33 +135,9 @@ def rows_as_parquet(store: Any, rows: int, target: Path) -> None:
     _write_parquet(target, (columns_of(store.batch(chosen)) for chosen in ranges))
 
 
-def rows_as_jsonl(store: Any, rows: int, target: Path) -> None:
-    """Writes the same rows as text; NaN as null."""
-    import orjson
-
-    with open(target, "wb") as file:
-        for row in range(rows):
-            batch = store.batch([row])
-            file.write(orjson.dumps({n: batch[n] for n, _ in _COLUMNS}, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
-
-
-_TIMED = """
+READ_PARQUET = """
 import json, sys, time
 import numpy
-{load}
-draw = numpy.random.default_rng(int(sys.argv[3]))
-seconds = []
-for _ in range(4):
-    chosen = draw.choice(count, int(sys.argv[2]), replace=False)
-    began, cpu = time.perf_counter(), time.process_time()
-    batch = read(chosen)
-    seconds.append([time.perf_counter() - began, time.process_time() - cpu])
-    assert len(batch) == 4 and batch["tokens"].size
-print(json.dumps(seconds[1:]))
-"""
-
-READ_PARQUET = _TIMED.format(
-    load="""
 import pyarrow, pyarrow.parquet
 file = pyarrow.parquet.ParquetFile(sys.argv[1], memory_map=True)
 count, size = file.metadata.num_rows, file.metadata.row_group(0).num_rows
@@ -146,53 +149,34 @@ def read(chosen):
     table = file.read_row_groups(groups.tolist(), use_threads=True).take(place[chosen // size] + chosen % size)
     columns = {name: table[name].combine_chunks() for name in table.column_names}
     return {name: column.flatten().to_numpy(zero_copy_only=False) for name, column in columns.items()}
-"""
-)
 
-READ_JSONL = _TIMED.format(
-    load="""
-import orjson
-file = open(sys.argv[1], "rb")
-starts = [0]
-for line in file:
-    starts.append(starts[-1] + len(line))
-count = len(starts) - 1
-types = {"tokens": "i4", "logprobs": "f4", "loss_mask": "u1", "weight_version": "i4"}
-
-def read(chosen):
-    found = {name: [] for name in types}
-    for row in chosen.tolist():
-        file.seek(starts[row])
-        line = orjson.loads(file.read(starts[row + 1] - starts[row]))
-        for name, dtype in types.items():
-            found[name].append(numpy.array(line[name], dtype))
-    return {name: numpy.concatenate(parts) for name, parts in found.items()}
+draw = numpy.random.default_rng(int(sys.argv[3]))
+seconds = []
+for _ in range(4):
+    chosen = draw.choice(count, int(sys.argv[2]), replace=False)
+    began, cpu = time.perf_counter(), time.process_time()
+    batch = read(chosen)
+    seconds.append([time.perf_counter() - began, time.process_time() - cpu])
+    assert len(batch) == 4 and batch["tokens"].size
+print(json.dumps(seconds[1:]))
 """
-)
 
 
 def beside_batches(figures: list[Figure], path: Path, room: Path, note: Note) -> list[Figure]:
-    """Adds random batches from Parquet and JSONL."""
+    """Adds random batches from Parquet."""
     from megaflow_hpc.trajectories import open_trajectories
 
+    name = "Parquet, zstd"
+    if not (release := _release(name, "pyarrow", note)):
+        return figures
     with open_trajectories(path) as store:
         rows = min(PEER_ROWS, len(store))
-        for name, package, write, read in (
-            ("Parquet, zstd", "pyarrow", rows_as_parquet, READ_PARQUET),
-            ("JSONL, orjson", "orjson", rows_as_jsonl, READ_JSONL),
-        ):
-            try:
-                release = version(package)
-            except PackageNotFoundError:
-                note(f"{name}: not installed; pip install 'megaflow-hpc[export]'")
-                continue
-            note(f"{name}: batches from {rows} rows")
-            target = room / "peer"
-            write(store, rows, target)
-            found = in_new_process(read, target, str(min(BATCH, rows)))
-            label = f"{name}, of {rows} rows"
-            for place, column in ((2, 0), (3, 1)):
-                milliseconds = 1000 * statistics.median(pair[column] for pair in found)
-                figures[place] = figures[place].beside(label, release, milliseconds)
-            target.unlink()
+        note(f"{name}: batches from {rows} rows")
+        target = room / "peer"
+        rows_as_parquet(store, rows, target)
+        found = in_new_process(READ_PARQUET, target, str(min(BATCH, rows)))
+        for place, column in ((2, 0), (3, 1)):
+            milliseconds = 1000 * statistics.median(pair[column] for pair in found)
+            figures[place] = figures[place].beside(f"{name}, of {rows} rows", release, milliseconds)
+        target.unlink()
     return figures

@@ -19,7 +19,7 @@ def _scratch(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 def arguments(module: object, *words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)  # type: ignore[attr-defined]
-    return argparse.Namespace(peers=False, **vars(parser.parse_args(words)))
+    return parser.parse_args(words)
 
 
 @pytest.mark.slow

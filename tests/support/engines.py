@@ -6,26 +6,30 @@ import fcntl
 import json
 import os
 import shutil
-import subprocess
 from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.places import TINY_MODEL
+from tests.support.torch_ranks import engine_python, run_ranks
+
+MAKE = """
+import json, sys
+from pathlib import Path
+from launchers.tiny_model import make
+print(json.dumps(make(Path(sys.argv[1]), **json.loads(sys.argv[2]))))
+"""
 
 
 @pytest.fixture(scope="session")
 def interpreter() -> str:
     """The Python of the virtual environment with vLLM and Transformers."""
-    venv = os.environ.get("MEGAFLOW_ENGINE_VENV")
-    if not venv:
-        pytest.fail("MEGAFLOW_ENGINE_VENV is not set; run the suite with launchers/test, which provides it")
-    return str(Path(venv) / "bin" / "python")
+    return str(engine_python())
 
 
 @pytest.fixture(scope="session")
-def tiny_model(interpreter: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model directory with random weights. Creating it imports torch, so all workers share one."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -33,8 +37,14 @@ def tiny_model(interpreter: str, tmp_path_factory: pytest.TempPathFactory) -> Pa
     with open(folder / "tiny.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "tiny").exists():
-            subprocess.run([interpreter, TINY_MODEL, str(folder / "tiny")], check=True, timeout=300)
+            make_model(folder / "tiny")
     return folder / "tiny"
+
+
+def make_model(folder: Path, **options: Any) -> Path:
+    """Make a model directory as ``launchers/tiny_model.py`` does, with random weights."""
+    run_ranks(MAKE, folder.parent, folder, json.dumps(options))
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -6,9 +6,12 @@ import hashlib
 import os
 import random
 import secrets
+import signal
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.rundir.layout import RunDir
@@ -19,6 +22,7 @@ from tests.support.tensors import safetensors
 from tests.support.training import Pods
 
 START = "0" * 64
+WRITING = os.O_WRONLY | os.O_RDWR
 
 
 def trained(parameters: str, plan: StepPlan) -> str:
@@ -60,8 +64,23 @@ def repeated(rollouts: Sequence[StoredRollout]) -> dict[str, float | None]:
     return {sample.id: trajectory.reward for sample, trajectory in rollouts}
 
 
-def train(run: Path, every: int = 1, pause_s: float = 0.0, policy: str | None = None) -> str:
-    """Train to the end from the last checkpoint; return the parameters."""
+def _die_after(writes: int) -> None:
+    """Kill this process before it changes a file or a directory once more than so often, however long that takes."""
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal writes
+        if event in ("os.mkdir", "os.rename", "os.link", "os.remove") or (event == "open" and arguments[2] & WRITING):
+            writes -= 1
+            if writes < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+
+
+def train(run: Path, every: int = 1, pause_s: float = 0.0, policy: str | None = None, writes: int | None = None) -> str:
+    """Train to the end from the last checkpoint, or to the death after so many writes; return the parameters."""
+    if writes is not None:
+        _die_after(writes)
     flow = Dataflow(RunDir(run), policy)
     state = flow.restore()
     parameters = START if state is None else (flow.checkpoint(state) / "parameters").read_text()
@@ -81,6 +100,22 @@ def watched(run: RunDir, pods: Pods) -> Dataflow:
 
     flow.planning.control.keep = kept  # type: ignore[method-assign]
     return flow
+
+
+def begun(run: RunDir, pods: Pods, **options: Any) -> Dataflow:
+    """Return a dataflow whose first requests the pods have sampled."""
+    flow = Dataflow(run, say=lambda text: None, **options)
+    flow.start()
+    assert flow.try_plan(1) is None
+    pods.work()
+    return flow
+
+
+def planned(flow: Dataflow, step: int) -> StepPlan:
+    """Return the plan of a step whose rollouts are there."""
+    plan = flow.try_plan(step)
+    assert plan is not None
+    return plan
 
 
 def drink(run: RunDir, pods: Pods) -> tuple[Dataflow, list[StepPlan]]:

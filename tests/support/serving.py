@@ -189,13 +189,9 @@ async def recorded_chat(gateway: ModelGateway, turns: int, policy: str = "p", **
     """Holds a conversation and returns its recording."""
     model = await gateway.open("t/p/0", policy)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "question"}]
-    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {model.api_key}"}) as session:
-        for number in range(turns):
-            body = {"messages": messages, **options}
-            async with session.post(model.base_url + "/chat/completions", json=body) as response:
-                assert response.status == 200, await response.text()
-                messages.append((await response.json())["choices"][0]["message"])
-            messages.append({"role": "user", "content": f"observation {number}"})
+    for number in range(turns):
+        answer = await answer_to(model, {"messages": messages, **options})
+        messages += [answer["choices"][0]["message"], {"role": "user", "content": f"observation {number}"}]
     return await gateway.close("t/p/0")
 
 
@@ -209,14 +205,26 @@ def conversation(*texts: str) -> list[dict[str, str]]:
     return [{"role": "assistant" if n % 2 else "user", "content": text} for n, text in enumerate(texts)]
 
 
-async def ask(record: dict, method: str, path: str, key: str | None, body: dict | None = None) -> int:
-    """Returns the status of a request to a server's proxy. Checks the certificate's fingerprint."""
+async def proxied(record: dict, method: str, path: str, key: str | None, body: dict | None = None) -> tuple[int, str]:
+    """Returns status and text of a request to a server's proxy. Checks the certificate's fingerprint."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     pin = aiohttp.Fingerprint(bytes.fromhex(record["tls_fingerprint"]))
     async with aiohttp.ClientSession() as session:
         async with session.request(method, record["url"] + path, headers=headers, json=body, ssl=pin) as response:
-            await response.read()
-            return response.status
+            return response.status, (await response.read()).decode(errors="replace")
+
+
+async def ask(record: dict, method: str, path: str, key: str | None, body: dict | None = None) -> int:
+    """Returns the status of a request to a server's proxy."""
+    return (await proxied(record, method, path, key, body))[0]
+
+
+async def prompt_logprobs(record: dict[str, Any], tokens: Sequence[int]) -> list[float]:
+    """Returns vLLM's log-probabilities of these ids, given as a prompt."""
+    body = {"model": record["model_name"], "prompt": [*tokens], "max_tokens": 1, "prompt_logprobs": 0}
+    _, text = await proxied(record, "POST", "/v1/completions", record["key"], body)
+    entries = json.loads(text)["choices"][0]["prompt_logprobs"]
+    return [float("nan")] + [e[str(t)]["logprob"] for e, t in zip(entries[1:], tokens[1:], strict=True)]
 
 
 def chat(record: dict, key: str | None, text: str = "hello"):
@@ -287,3 +295,10 @@ async def call(model: ModelEndpoint, body: dict[str, Any], path: str = "/chat/co
         async with session.post(model.base_url + path, json=body, headers=headers) as response:
             text = await response.text()
             return response.status, text if response.content_type == "text/event-stream" else json.loads(text)
+
+
+async def answer_to(model: ModelEndpoint, body: dict[str, Any], path: str = "/chat/completions") -> Any:
+    """The JSON answer to a call to a gateway, which must succeed."""
+    status, answer = await call(model, body, path)
+    assert status == 200, answer
+    return answer

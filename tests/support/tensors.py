@@ -45,3 +45,11 @@ def model_without_weights(folder: Path, **config: Any) -> Path:
     said = {"num_attention_heads": 4, "model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, **config}
     (folder / "config.json").write_text(json.dumps({name: value for name, value in said.items() if value is not None}))
     return folder
+
+
+def raw_tensors(path: Path) -> dict[str, bytes]:
+    """Returns the bytes of each tensor of a safetensors file."""
+    data = path.read_bytes()
+    size = 8 + int.from_bytes(data[:8], "little")
+    places = {name: tensor["data_offsets"] for name, tensor in json.loads(data[8:size]).items() if name[0] != "_"}
+    return {name: data[size + begin : size + end] for name, (begin, end) in places.items()}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -157,6 +159,11 @@ class Engines:
         return alive[self._turn % len(alive)].weight_version if alive else current(self._run, policy).version
 
 
+def by_index(rollout: Rollout) -> float:
+    """Return a reward that differs within every group."""
+    return float(rollout.sample_index % 2)
+
+
 class Pods:
     """Stands for all pods of a campaign: samples the rollouts in the ledger's blocks.
 
@@ -172,7 +179,7 @@ class Pods:
     def __init__(
         self,
         run: RunDir,
-        reward: Callable[[Rollout], float | None],
+        reward: Callable[[Rollout], float | None] = by_index,
         version: Callable[[], int] | None = None,
         pod: str = "pod",
         engines: Engines | None = None,
@@ -252,6 +259,44 @@ class Pods:
     def close(self) -> None:
         """Close the journal."""
         self._journal.close()
+
+
+class Uniform(Pods):
+    """Samples uniformly, which is close to the distribution of the tiny models.
+
+    Args:
+        spoil: called with each trajectory before it is stored. It may change it, or return one of :data:`DAMAGES`.
+    """
+
+    def __init__(self, *given: Any, spoil: Callable[[Trajectory], str | None] = lambda _: None, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self._spoil = spoil
+
+    def store(self, block: int, trajectory: Trajectory, epoch: int = 0, damage: str = "") -> None:
+        for one in trajectory.sequences:
+            for t, sampled in enumerate(one.loss_mask):
+                if sampled:
+                    one.logprobs[t] = -math.log(VOCABULARY)
+        super().store(block, trajectory, epoch, self._spoil(trajectory) or damage)
+
+
+@contextmanager
+def meanwhile(*work: Callable[[], object]) -> Iterator[None]:
+    """Call each of ``work`` repeatedly in a thread."""
+    ended = threading.Event()
+
+    def again() -> None:
+        while not ended.wait(0.01):
+            for one in work:
+                one()
+
+    thread = threading.Thread(target=again, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def trained_on(files: TrainingFiles) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megaflow_hpc.trajectory import Image, ImageSpan, TokenSequence, Trajectory
 from tests.support.samples import image
-from tests.support.training import VOCABULARY, Pods
+from tests.support.training import Uniform
 
 PLACEHOLDER, IMAGE_START, IMAGE_END = 259, 260, 261
 """Ids of ``launchers/tiny_model.py --vision``."""
@@ -32,7 +32,7 @@ def show(one: TokenSequence, shown: Image) -> None:
     one.tokens = array("i", tokens) + one.tokens
 
 
-class SeeingPods(Pods):
+class SeeingPods(Uniform):
     """Pods whose rollouts begin with one to three images of several sizes, or with none."""
 
     def store(self, block: int, trajectory: Trajectory, epoch: int = 0, damage: str = "") -> None:
@@ -43,7 +43,4 @@ class SeeingPods(Pods):
                 shown = image(width, height, draw.randint(0, 2))
                 show(one, shown)
                 trajectory.images[shown.sha256] = shown
-            for t, sampled in enumerate(one.loss_mask):
-                if sampled:
-                    one.logprobs[t] = -math.log(VOCABULARY)
         super().store(block, trajectory, epoch, damage)

@@ -30,37 +30,12 @@ from megaflow_hpc.training.plan import Refill, StepPlan, TaskBatch, TrainingFile
 from megaflow_hpc.training.policy import evaluations
 from megaflow_hpc.training.staleness import FIRST_ADDED_ROUND, FIRST_REFILL_ROUND
 from megaflow_hpc.types import Rollout
-from tests.support.hash_trainer import START, drink, step_through, train, trained, watched
+from tests.support.hash_trainer import START, begun, drink, planned, step_through, train, trained, watched
 from tests.support.tensors import safetensors
-from tests.support.training import Pods, rollouts, training_run
+from tests.support.training import Pods, by_index, rollouts, training_run
 
 FORK = multiprocessing.get_context("fork")
 SYNCHRONOUS = {"staleness": 0, "batch": 2, "steps": 3}
-
-
-def alternating(rollout: Rollout) -> float:
-    return float(rollout.sample_index % 2)
-
-
-def pods_of(run: RunDir, reward: Callable[[Rollout], float | None] = alternating) -> Pods:
-    """Return pods that sample with the newest weights."""
-    return Pods(run, reward, lambda: current(run, "default").version)
-
-
-def begun(run: RunDir, pods: Pods) -> Dataflow:
-    """Return a dataflow whose first requests the pods have sampled."""
-    flow = Dataflow(run, say=lambda text: None)
-    flow.start()
-    assert flow.try_plan(1) is None
-    pods.work()
-    return flow
-
-
-def planned(flow: Dataflow, step: int) -> StepPlan:
-    """Return the plan of a step whose rollouts are there."""
-    plan = flow.try_plan(step)
-    assert plan is not None
-    return plan
 
 
 def steps_without(flow: Dataflow, pods: Pods, slow: str) -> list[StepPlan]:
@@ -76,8 +51,7 @@ def steps_without(flow: Dataflow, pods: Pods, slow: str) -> list[StepPlan]:
 
 def test_synchronous_training_asks_for_a_batch_trains_on_it_and_asks_for_the_next(tmp_path: Path) -> None:
     run = training_run(tmp_path / "run", SYNCHRONOUS, tasks=3, samples=4)
-    pods = pods_of(run)
-    flow, plans = drink(run, pods)
+    flow, plans = drink(run, Pods(run))
     assert [plan.step for plan in plans] == [1, 2, 3]
     assert [plan.version for plan in plans] == [0, 1, 2]
     assert all(staleness == 0 for plan in plans for staleness in plan.staleness)
@@ -104,7 +78,7 @@ def test_spare_samples_are_asked_for_and_those_that_were_not_needed_leave_their_
         def work(self, most: int | None = None, status: Callable[[Rollout], str] = lambda rollout: "") -> int:
             return super().work(most, lambda rollout: "completed" if rollout.sample_index < 2 else "cancelled")
 
-    _, (plan,) = drink(run, Closing(run, alternating))
+    _, (plan,) = drink(run, Closing(run))
     assert len(plan.rollouts) == 4
     assert sorted(plan.drops.values()) == ["cancelled", "cancelled"]
 
@@ -112,8 +86,7 @@ def test_spare_samples_are_asked_for_and_those_that_were_not_needed_leave_their_
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_a_bound_on_staleness_is_kept_by_when_batches_are_asked_for(tmp_path: Path, bound: int) -> None:
     run = training_run(tmp_path / "run", {"staleness": bound, "batch": 2, "steps": 8}, tasks=5, samples=3)
-    pods = pods_of(run)
-    flow, plans = drink(run, pods)
+    flow, plans = drink(run, Pods(run))
     stale = [staleness for plan in plans for staleness in plan.staleness]
     assert max(stale) == bound  # everything is sampled right after its request, so it is as stale as it can be
     assert not any(plan.drops for plan in plans)
@@ -123,7 +96,7 @@ def test_a_bound_on_staleness_is_kept_by_when_batches_are_asked_for(tmp_path: Pa
 def test_a_slow_group_is_waited_for_before_it_is_too_old_and_not_earlier(tmp_path: Path) -> None:
     training = {"staleness": 4, "batch": 2, "steps": 12}
     run = training_run(tmp_path / "run", training, tasks=6, samples=2)
-    pods = pods_of(run)
+    pods = Pods(run)
     flow = Dataflow(run, say=lambda text: None)
     flow.start()
     flow.request()
@@ -147,9 +120,9 @@ def test_what_is_dropped_has_its_cause_in_the_plan_and_holds_up_nothing(tmp_path
             return 1.0  # nothing to learn
         if rollout.task_id == "task-1" and rollout.sample_index:
             return None  # only one sample is left
-        return alternating(rollout)
+        return by_index(rollout)
 
-    _, plans = drink(run, pods_of(run, reward))
+    _, plans = drink(run, Pods(run, reward))
     assert len(plans) == 3
     for plan in plans:
         assert {rollout.task for rollout in plan.rollouts} == {"task-2", "task-3"}
@@ -162,9 +135,9 @@ def test_dropped_groups_are_replaced_until_the_step_is_full(tmp_path: Path) -> N
     run = training_run(tmp_path / "run", training, tasks=12, samples=2)
 
     def reward(rollout: Rollout) -> float:
-        return alternating(rollout) if int(rollout.task_id.partition("-")[2]) % 2 else 1.0  # half have equal rewards
+        return by_index(rollout) if int(rollout.task_id.partition("-")[2]) % 2 else 1.0  # half have equal rewards
 
-    flow, plans = drink(run, pods_of(run, reward))
+    flow, plans = drink(run, Pods(run, reward))
     asked = [rollout for block in read_blocks(run) for rollout in block.rollouts]
     assert len({rollout.id for rollout in asked}) == len(asked)
     assert len(plans) == 3
@@ -183,10 +156,9 @@ def test_dropped_groups_are_replaced_until_the_step_is_full(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("bound", [1, 3])
 def test_steps_are_full_where_later_batches_fill_them_too(tmp_path: Path, bound: int) -> None:
-    training = {"batch": 2, "refill": 10, "data": ["zero_variance"], "steps": 6}
-    training["staleness"] = bound
+    training = {"staleness": bound, "batch": 2, "refill": 10, "data": ["zero_variance"], "steps": 6}
     run = training_run(tmp_path / "run", training, tasks=9, samples=2)
-    pods = pods_of(run, lambda r: 1.0 if r.task_id < "task-4" else alternating(r))
+    pods = Pods(run, lambda r: 1.0 if r.task_id < "task-4" else by_index(r))
     _, plans = drink(run, pods)
     assert [len({rollout.group for rollout in plan.rollouts}) for plan in plans] == [2] * 6
     assert max(staleness for plan in plans for staleness in plan.staleness) <= bound
@@ -215,7 +187,7 @@ def test_replacing_ends_where_it_is_in_vain_or_no_task_is_left(tmp_path: Path) -
 def test_a_step_that_was_begun_again_asks_for_the_same_in_the_place_of_others(tmp_path: Path) -> None:
     training = {**SYNCHRONOUS, "batch": 4, "refill": 10, "data": ["zero_variance"], "steps": 1}
     run = training_run(tmp_path / "run", training, tasks=12, samples=2)
-    pods = Pods(run, lambda r: alternating(r) if int(r.task_id.partition("-")[2]) % 2 else 1.0)
+    pods = Pods(run, lambda r: by_index(r) if int(r.task_id.partition("-")[2]) % 2 else 1.0)
     flow = begun(run, pods)
     add, flow.planning.control._add_blocks = flow.planning.control._add_blocks, _dies  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="killed"):
@@ -244,7 +216,7 @@ def test_the_last_groups_asked_for_in_the_place_of_others_are_waited_for(
     training = {"staleness": staleness, "batch": 2, "refill": 1, "data": ["zero_variance"], "steps": 1}
     run = training_run(tmp_path / "run", training, tasks=6, samples=2)
     flat: list[str] = []
-    pods = Pods(run, lambda r: 1.0 if r.round < FIRST_REFILL_ROUND or r.group_id in flat else alternating(r))
+    pods = Pods(run, lambda r: 1.0 if r.round < FIRST_REFILL_ROUND or r.group_id in flat else by_index(r))
     flow = begun(run, pods)
     assert [flow.try_plan(1) for _ in range(3)] == [None] * 3, "pods take longer than a look"
     first, second = _groups(run, FIRST_REFILL_ROUND)
@@ -267,7 +239,7 @@ def test_nothing_is_asked_for_in_the_place_of_a_batch_that_engines_still_load_we
         EndpointFiles(run).publish(here)
 
     serves(0)
-    pods = pods_of(run)
+    pods = Pods(run)
     flow = begun(run, pods)
     plan = planned(flow, 1)
     step_through(flow, Step(flow, plan), START)
@@ -282,18 +254,15 @@ def test_nothing_is_asked_for_in_the_place_of_a_batch_that_engines_still_load_we
 
 
 def test_a_slow_group_in_the_place_of_another_is_not_taken_too_old(tmp_path: Path) -> None:
-    training = {"batch": 2, "refill": 5, "data": ["zero_variance"], "steps": 6}
-    training["staleness"] = 1
+    training = {"staleness": 1, "batch": 2, "refill": 5, "data": ["zero_variance"], "steps": 6}
     run = training_run(tmp_path / "run", training, tasks=9, samples=2)
-    pods = pods_of(run, lambda r: 1.0 if r.round < 4 else alternating(r))
+    pods = Pods(run, lambda r: 1.0 if r.round < 4 else by_index(r))
     flow = begun(run, pods)
     assert flow.try_plan(1) is None
     slow = _groups(run, FIRST_REFILL_ROUND)
     assert len(slow) == 2
     flow.add(["task-0", "task-1"], token="faster")
-    pods.work(
-        only=lambda r: not (r.round >= FIRST_REFILL_ROUND and r.sample_index)
-    )  # begun with the first version, not ended
+    pods.work(only=lambda r: r.round < FIRST_REFILL_ROUND or not r.sample_index)  # begun with version 0, not ended
     plan = planned(flow, 1)
     step_through(flow, Step(flow, plan), START)
     pods.work(only=lambda r: r.round < FIRST_REFILL_ROUND)
@@ -308,7 +277,7 @@ def test_a_slow_group_in_the_place_of_another_is_not_taken_too_old(tmp_path: Pat
 def test_what_was_written_down_in_the_place_of_others_is_asked_for_once_the_disk_answers(tmp_path: Path) -> None:
     training = {**SYNCHRONOUS, "batch": 2, "refill": 5, "data": ["zero_variance"], "steps": 1}
     run = training_run(tmp_path / "run", training, tasks=6, samples=2)
-    pods = Pods(run, lambda r: 1.0 if r.round < FIRST_REFILL_ROUND else alternating(r))
+    pods = Pods(run, lambda r: 1.0 if r.round < FIRST_REFILL_ROUND else by_index(r))
     flow = begun(run, pods)
     add, flow.planning.control._add_blocks = flow.planning.control._add_blocks, _full  # type: ignore[method-assign]
     for _ in range(2):
@@ -364,7 +333,7 @@ def test_advantages_and_masks_reach_every_token(tmp_path: Path) -> None:
 
 def test_ranks_share_a_step_and_only_the_first_one_writes(tmp_path: Path) -> None:
     run = training_run(tmp_path / "run", {**SYNCHRONOUS, "steps": 2}, tasks=2, samples=4)
-    pods = Pods(run, alternating)
+    pods = Pods(run)
     flows = [Dataflow(run, rank=rank, ranks=2) for rank in range(2)]
     flows[0].start()
     flows[0].request()
@@ -384,7 +353,7 @@ def test_ranks_share_a_step_and_only_the_first_one_writes(tmp_path: Path) -> Non
 
 def test_a_step_without_a_checkpoint_is_trained_again_after_a_restart_from_the_same_plan(tmp_path: Path) -> None:
     run = training_run(tmp_path / "run", {**SYNCHRONOUS, "steps": 5}, tasks=3, samples=2)
-    pods = pods_of(run)
+    pods = Pods(run)
     flow, parameters = watched(run, pods), START
     before = {}
     for step in flow.steps():
@@ -410,7 +379,7 @@ def test_a_step_without_a_checkpoint_is_trained_again_after_a_restart_from_the_s
 
 def test_whatever_trains_publishes_what_differs_where_the_campaign_says_so(tmp_path: Path) -> None:
     run = training_run(tmp_path / "run", {**SYNCHRONOUS, "publish_delta": True}, tasks=2, samples=2)
-    flow = watched(run, pods_of(run))
+    flow = watched(run, Pods(run))
     weights, written = bytearray(random.Random(0).randbytes(40_000)), dict[int, bytes]()
     for step in flow.steps():
         if step.number == 3:
@@ -431,10 +400,9 @@ def test_whatever_trains_publishes_what_differs_where_the_campaign_says_so(tmp_p
     assert not list(flow.files.path.glob(".export-*"))
 
 
-def _trainer(run: Path, every: int, pause_s: float, result: object) -> None:
-    random.seed(os.getpid())
+def _trainer(run: Path, every: int, pause_s: float, result: object, writes: int | None = None) -> None:
     try:
-        result.put(train(run, every, pause_s))  # type: ignore[attr-defined]
+        result.put(train(run, every, pause_s, writes=writes))  # type: ignore[attr-defined]
     except LedgerError as error:
         result.put(f"LedgerError: {error}")  # type: ignore[attr-defined]
 
@@ -459,37 +427,41 @@ def _check_all(run: RunDir, steps: int, parameters: str) -> None:
     assert commit.step == steps
 
 
-def _train_with_kills(run: RunDir, pods: Pods, draw: random.Random, kills: int, batch: int, longest_s: float) -> str:
-    """Trains while pods work, and kills the trainer at random instants. Returns its parameters at the end.
+def _train_with_kills(run: RunDir, pods: Pods, draw: random.Random, kills: int, every: int, writes: int) -> str:
+    """Trains while pods work, and kills the trainer between any two writes. Returns its parameters at the end.
 
     Args:
-        longest_s: Maximum number of seconds from a trainer's start to its kill.
+        every: Number of steps from one checkpoint to the next.
+        writes: Maximum number of writes in a life.
     """
-    results = FORK.Queue()
+    results = FORK.SimpleQueue()
     for life in range(kills + 1):
-        child = FORK.Process(target=_trainer, args=(run.path, batch, 0.02, results))
+        left = draw.randrange(writes) if life < kills else None
+        child = FORK.Process(target=_trainer, args=(run.path, every, 0.0, results, left))
         child.start()
-        until = time.monotonic() + (draw.uniform(0.0, longest_s) if life < kills else 60)
-        while time.monotonic() < until and child.is_alive():
+        deadline = time.monotonic() + 120
+        while child.is_alive():
             pods.work()
             time.sleep(0.01)
-        if not child.is_alive():
-            break
-        child.kill()
+            if time.monotonic() > deadline:
+                child.kill()
         child.join()
-    parameters: str = results.get(timeout=10)
-    child.join()
+        if not child.exitcode:
+            break
+        assert (child.exitcode, time.monotonic() < deadline) == (-signal.SIGKILL, True)
+    assert life > kills // 2
+    parameters: str = results.get()
     return parameters
 
 
 @pytest.mark.slow
 def test_killed_at_random_instants_it_loses_no_group_and_takes_none_twice(tmp_path: Path) -> None:
-    kills = int(os.environ.get("MEGAFLOW_KILLS", "40"))
+    kills = int(os.environ.get("MEGAFLOW_KILLS", "24"))
     steps = kills // 2  # more steps than the killed processes can finish, so that most kills happen
     training = {"staleness": 2, "batch": 3, "steps": steps}
     run = training_run(tmp_path / "run", training, tasks=7, samples=2)
-    pods = pods_of(run)
-    parameters = _train_with_kills(run, pods, random.Random(1), kills, batch=3, longest_s=0.2)
+    pods = Pods(run)
+    parameters = _train_with_kills(run, pods, random.Random(1), kills, every=3, writes=100)
     _check_all(run, steps, parameters)
     assert len(TrainingFiles(run, "default").numbers(Commit)) == steps
 
@@ -521,8 +493,8 @@ def test_killed_at_random_instants_it_scores_all_and_borrows_the_newest_successe
     training = {"staleness": 1, "batch": 2, "steps": 12, "data": ["megaflow_hpc.training.recipes:past_successes"]}
     training |= {"policies": {"default": {"score": "tests.support.hash_trainer:repeated"}}}
     run = training_run(tmp_path / "run", training, tasks=3, samples=2)
-    pods = pods_of(run, lambda r: float(r.sample_index == 1 and zlib.crc32(r.group_id.encode()) % 2))
-    parameters = _train_with_kills(run, pods, random.Random(2), kills=8, batch=2, longest_s=0.3)
+    pods = Pods(run, lambda r: float(r.sample_index == 1 and zlib.crc32(r.group_id.encode()) % 2))
+    parameters = _train_with_kills(run, pods, random.Random(2), kills=8, every=2, writes=100)
     _check_all(run, 12, parameters)
     assert _check_borrowed(TrainingFiles(run, "default"), 12) >= 3
 
@@ -531,7 +503,7 @@ def test_past_successes_are_added_off_policy_and_the_same_after_a_restart(tmp_pa
     training = {"staleness": 0, "batch": 1, "steps": 4, "data": ["megaflow_hpc.training.recipes:past_successes"]}
     run = training_run(tmp_path / "run", training, tasks=1, samples=3)
     solved = {"task-0/default/1", "task-0@1/default/2"}
-    pods = pods_of(run, lambda r: float(r.id in solved))
+    pods = Pods(run, lambda r: float(r.id in solved))
     flow, plans, parameters = watched(run, pods), [], START
     for step in flow.steps():
         plans.append(step.plan)
@@ -563,7 +535,7 @@ def test_past_successes_are_added_off_policy_and_the_same_after_a_restart(tmp_pa
 def test_a_trainer_that_was_thought_dead_ends_when_it_wakes_up(tmp_path: Path) -> None:
     training = {"staleness": 1, "batch": 2, "steps": 6}
     run = training_run(tmp_path / "run", training, tasks=4, samples=2)
-    pods = pods_of(run)
+    pods = Pods(run)
     results, others = FORK.Queue(), FORK.Queue()
 
     def until(enough: Callable[[], bool]) -> None:
@@ -591,7 +563,7 @@ def test_a_trainer_that_was_thought_dead_ends_when_it_wakes_up(tmp_path: Path) -
 def test_a_campaign_that_is_over_can_be_trained_on_as_it_is(tmp_path: Path) -> None:
     run = training_run(tmp_path / "run", {}, tasks=3, samples=2)
     write_blocks(run, rollouts(["a", "b", "c", "d", "e"], 2), size=4)
-    Pods(run, alternating).work()
+    Pods(run).work()
     (run.path / "ledger" / "finished").write_text("{}")
     given = TrainingConfig.model_validate({"policies": {"default": {}}, "batch": 2, "steps": 50})
     flow = Dataflow(run, training=given)
@@ -604,7 +576,7 @@ def test_a_campaign_that_is_over_can_be_trained_on_as_it_is(tmp_path: Path) -> N
 
 def test_a_trainer_may_ask_for_tasks_of_its_own_choice_once(tmp_path: Path) -> None:
     run = training_run(tmp_path / "run", {**SYNCHRONOUS, "staleness": None, "steps": 2}, tasks=3, samples=2)
-    pods = pods_of(run)
+    pods = Pods(run)
     flow = watched(run, pods)
     for _ in range(2):
         flow.add(["task-0", "task-2"], token="hard-ones", samples=3)
@@ -627,7 +599,7 @@ def test_tasks_of_a_trainers_own_choice_make_a_step_larger_rather_than_others_to
 ) -> None:
     training = {"staleness": bound, "batch": 2, "refill": refill, "steps": 9}
     run = training_run(tmp_path / "run", training, tasks=5, samples=2)
-    pods = pods_of(run)
+    pods = Pods(run)
     plans, parameters = [], START
     while len(plans) < 9:
         flow = watched(run, pods)
@@ -649,7 +621,7 @@ def test_tasks_of_a_trainers_own_choice_make_a_step_larger_rather_than_others_to
 def test_a_slow_group_of_a_trainers_own_choice_is_waited_for_before_it_is_too_old(tmp_path: Path) -> None:
     training = {"staleness": 2, "batch": 2, "steps": 9}
     run = training_run(tmp_path / "run", training, tasks=6, samples=2)
-    pods = pods_of(run)
+    pods = Pods(run)
     flow = Dataflow(run, say=lambda text: None)
     flow.add(["task-0"], token="slow")
     (slow,) = _groups(run, FIRST_ADDED_ROUND)
@@ -670,7 +642,7 @@ def test_a_slow_group_of_a_trainers_own_choice_is_waited_for_before_it_is_too_ol
 def test_held_out_tasks_are_asked_for_every_few_steps_and_never_trained_on(tmp_path: Path) -> None:
     training = {**SYNCHRONOUS, "steps": 4, "evaluate": {"tasks": "held-out", "every": 2, "samples": 3}}
     run = training_run(tmp_path / "run", training, tasks=4, samples=2, held_out=1)
-    pods = Pods(run, lambda r: alternating(r) if r.task_id != "task-3" else r.round / 4)
+    pods = Pods(run, lambda r: by_index(r) if r.task_id != "task-3" else r.round / 4)
     _, plans = drink(run, pods)
     assert {rollout.task for plan in plans for rollout in plan.rollouts} == {"task-0", "task-1", "task-2"}
     pods.work()
@@ -687,13 +659,9 @@ def test_held_out_tasks_are_asked_for_every_few_steps_and_never_trained_on(tmp_p
     assert pods.work() == 0
 
 
-def test_a_trainer_of_another_policy_is_told_so(tmp_path: Path) -> None:
-    run = training_run(tmp_path / "run", {})
+def test_a_trainer_of_another_policy_and_a_run_that_does_not_train_are_told_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"policy 'other' is not trained; training\.policies has: default"):
-        Dataflow(run, "other")
-
-
-def test_a_run_that_does_not_train_is_told_so(tmp_path: Path) -> None:
+        Dataflow(training_run(tmp_path / "other", {}), "other")
     with pytest.raises(ConfigError, match="has no section training"):
         Dataflow(training_run(tmp_path / "run", None))
     with pytest.raises(ConfigError, match="not a run directory"):
@@ -703,17 +671,16 @@ def test_a_run_that_does_not_train_is_told_so(tmp_path: Path) -> None:
 def test_trainers_are_told_the_temperature_at_which_the_policy_samples(tmp_path: Path) -> None:
     for number, (sampling, temperature) in enumerate([(None, 1.0), ({"temperature": 0.7}, 0.7)]):
         run = training_run(tmp_path / str(number), SYNCHRONOUS, sampling=sampling)
-        flow = watched(run, Pods(run, alternating))
+        flow = watched(run, Pods(run))
         step = next(flow.steps())
         assert flow.temperature == step.temperature == temperature
 
 
 @pytest.mark.parametrize("how", ["drop", "truncate", "penalise"])
 def test_no_step_trains_on_a_sequence_over_length(tmp_path: Path, how: str) -> None:
-    data = [{"over_length": [20, how]}]
-    training = {**SYNCHRONOUS, "steps": 1, "data": data}
+    training = {**SYNCHRONOUS, "steps": 1, "data": [{"over_length": [20, how]}]}
     run = training_run(tmp_path, training, tasks=2, samples=8)
-    flow = begun(run, pods_of(run))
+    flow = begun(run, Pods(run))
     plan = planned(flow, 1)
     lengths = {rollout.id: rollout.lengths for rollout in plan.rollouts}
     assert lengths

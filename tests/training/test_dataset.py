@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-import megaflow_hpc
 from megaflow_hpc.trajectories import gather, open_trajectories
 from tests.support.samples import commit, run_dir, trajectory
+from tests.support.torch_ranks import run_ranks
 
 pytestmark = pytest.mark.slow  # all of them wait for one run of torch
 
@@ -71,8 +66,7 @@ def main():
     print(json.dumps(result))
 
 
-if __name__ == "__main__":
-    main()
+main()
 '''
 
 
@@ -84,22 +78,9 @@ def read(tmp_path_factory):
     rollouts = [trajectory(n, status="failed" if n % 10 == 0 else "completed") for n in range(60)]
     commit(run, "a", *((0, 0, t) for t in rollouts))
     path = gather(run)
-    venv = os.environ.get("MEGAFLOW_ENGINE_VENV")
-    if not venv:
-        pytest.fail("MEGAFLOW_ENGINE_VENV is not set; run the suite with launchers/test, which provides it")
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    root = Path(megaflow_hpc.__file__).parent.parent
-    result = subprocess.run(
-        [Path(venv) / "bin" / "python", script, path],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
+    result = run_ranks(SCRIPT, folder, path)
     with open_trajectories(path) as store:
-        yield json.loads(result.stdout.splitlines()[-1]), store, rollouts
+        yield result, store, rollouts
 
 
 def with_tokens(store, rollouts) -> list[int]:

@@ -21,7 +21,7 @@ from tests.bench.learning import faults, learning, prepare, rises
 from tests.support.waiting import until
 
 STEPS, TURNS = 2, 2
-SAMPLES = 4
+SAMPLES = 2
 RECORDED = Path(__file__).with_name("learning_curve.json")
 """Rewards that each weight version earned in ten steps: version → rollouts and solved ones."""
 

@@ -27,6 +27,7 @@ from megaflow_hpc.training.plan import StepPlan
 from megaflow_hpc.training.trainer.probe import _stored, check, example_groups
 from megaflow_hpc.trajectory import TokenSequence, Trajectory, Turn
 from tests.support.groups import group, sample
+from tests.support.hash_trainer import begun, planned
 from tests.support.training import Pods, training_run
 
 MODULE = """
@@ -191,10 +192,7 @@ def test_an_advantage_is_a_number_for_each_rollout() -> None:
 def test_an_advantage_gets_penalties_and_weighted_rewards_as_the_reward() -> None:
     rows = [sample("t/p", 0, 5.0, rewards={"tests": 1.0}, penalty=-0.5), sample("t/p", 1, 5.0, rewards={"tests": 0.0})]
     found = valued("centred", [group([]).only(tuple(rows))], rewards={"tests": 2.0})
-    assert found == {
-        "t/p/0": (0.75, 1.0),
-        "t/p/1": (-0.75, 1.0),
-    }
+    assert found == {"t/p/0": (0.75, 1.0), "t/p/1": (-0.75, 1.0)}
 
 
 def test_an_advantage_may_differ_between_turns_or_sequences() -> None:
@@ -301,35 +299,22 @@ def test_a_scorer_rewards_rollouts_sequences_or_turns() -> None:
 def test_an_invalid_scorer_takes_no_step_and_loses_none(tmp_path: Path, name: str, error: str) -> None:
     training = {"policies": {"default": {"score": f"own_methods:{name}"}}, "batch": 1, "steps": 1}
     run = training_run(tmp_path / "run", training, tasks=1, samples=2)
-    flow = Dataflow(run)
-    flow.start()
-    assert flow.try_plan(1) is None
-    Pods(run, lambda r: float(r.sample_index)).work()
+    flow = begun(run, Pods(run, lambda r: float(r.sample_index)))
     with pytest.raises(ConfigError, match=f"own_methods:{name}: {error}"):
         flow.try_plan(1)
     assert flow.files.numbers(StepPlan) == []
     good = PolicyTraining.model_validate({"score": "own_methods:judge"})
     again = Dataflow(run, training=TrainingConfig(policies={"default": good}, batch=1, steps=1))
     again.start()
-    plan = again.try_plan(1)
-    assert plan is not None
-    assert len(plan.rollouts) == 2
+    assert len(planned(again, 1).rollouts) == 2
 
 
 def test_scores_are_planned_beside_the_verifiers_rewards(tmp_path: Path, own: Path) -> None:
-    run = training_run(
-        tmp_path / "run",
-        {"policies": {"default": {"score": "own_methods:undecided"}}, "batch": 1, "data": [{"replay": 0.5}]},
-        tasks=1,
-        samples=4,
-    )
-    flow = Dataflow(run)
-    flow.start()
-    assert flow.try_plan(1) is None
+    training = {"policies": {"default": {"score": "own_methods:undecided"}}, "batch": 1, "data": [{"replay": 0.5}]}
+    run = training_run(tmp_path / "run", training, tasks=1, samples=4)
     pods = Pods(run, lambda r: 0.25)
-    pods.work()
-    plan = flow.try_plan(1)
-    assert plan is not None
+    flow = begun(run, pods)
+    plan = planned(flow, 1)
     # scores 0, 2 and 3 of three rollouts, with mean 5/3
     assert [(r.reward, r.scores) for r in plan.rollouts] == [(0.25, {"score": score}) for score in (0.0, 2.0, 3.0)]
     assert [r.advantage for r in plan.rollouts] == pytest.approx([-5 / 3, 1 / 3, 4 / 3])
@@ -341,8 +326,7 @@ def test_scores_are_planned_beside_the_verifiers_rewards(tmp_path: Path, own: Pa
     pods.work()
     again = Dataflow(run)  # replays the first step's group, with the scores of its plan
     again.start()
-    second = again.try_plan(2)
-    assert second is not None
+    second = planned(again, 2)
     assert [(r.replayed, r.scores) for r in second.rollouts][3:] == [(True, r.scores) for r in plan.rollouts]
     own.write_text(MODULE + "\n")
     with pytest.raises(ConfigError, match="was changed after the training began"):
@@ -352,16 +336,11 @@ def test_scores_are_planned_beside_the_verifiers_rewards(tmp_path: Path, own: Pa
 @pytest.mark.parametrize("change", ["own_methods:halves", "megaflow_hpc.training.recipes:shuffled"])
 def test_rewards_are_changed_once_in_a_replay_and_in_no_metric(tmp_path: Path, change: str) -> None:
     run = training_run(tmp_path / "run", {"batch": 1, "data": [change, {"replay": 0.5}]}, tasks=1, samples=4)
-    flow, pods = Dataflow(run), Pods(run, lambda r: float(r.sample_index))
-    flow.start()
-    assert flow.try_plan(1) is None
+    pods = Pods(run, lambda r: float(r.sample_index))
+    flow = begun(run, pods)
+    Step(flow, planned(flow, 1)).commit()
     pods.work()
-    first = flow.try_plan(1)
-    assert first is not None
-    Step(flow, first).commit()
-    pods.work()
-    second = flow.try_plan(2)
-    assert second is not None
+    second = planned(flow, 2)
     assert [r.replayed for r in second.rollouts] == [False] * 4 + [True] * 4
     assert [r.reward for r in second.rollouts] == [0.0, 1.0, 2.0, 3.0] * 2
     assert Step(flow, second).statistics()["reward"] == 1.5
@@ -439,9 +418,8 @@ def test_a_name_without_a_module_is_a_mistake_in_the_file() -> None:
 
 
 def test_a_changed_file_is_refused_until_it_is_restored(tmp_path: Path, own: Path) -> None:
-    run = training_run(
-        tmp_path / "run", {"policies": {"default": {"advantage": {"kind": "own_methods:centred"}}}, "batch": 1}
-    )
+    training = {"policies": {"default": {"advantage": {"kind": "own_methods:centred"}}}, "batch": 1}
+    run = training_run(tmp_path / "run", training)
     run.code.mkdir()
     shutil.copy(own, run.code / "own_methods.py")
     Dataflow(run).start()
@@ -545,12 +523,8 @@ def test_a_function_that_exits_is_an_error() -> None:
 
 
 def test_advantages_of_turns_reach_the_tokens_of_a_step(tmp_path: Path) -> None:
-    run = training_run(
-        tmp_path / "run",
-        {"policies": {"default": {"advantage": {"kind": "own_methods:by_turn"}}}, "batch": 1},
-        tasks=1,
-        samples=2,
-    )
+    training = {"policies": {"default": {"advantage": {"kind": "own_methods:by_turn"}}}, "batch": 1}
+    run = training_run(tmp_path / "run", training, tasks=1, samples=2)
     flow = Dataflow(run)
     flow.start()
     assert flow.try_plan(1) is None
@@ -565,15 +539,10 @@ def test_advantages_of_turns_reach_the_tokens_of_a_step(tmp_path: Path) -> None:
                 s.weight_versions.extend([-1, -1, 0, 0, -1, 0])
             spans = [(1, 2, 4), (0, 2, 4), (2, 2, 4), (1, 5, 6), (2, 5, 6)]
             turns = [Turn(sequence, start, end) for sequence, start, end in spans]
-            pods.store(
-                block.number,
-                Trajectory.begin(
-                    rollout, 0, "completed", reward=1.0, rewards={}, sequences=[helper, one, two], turns=turns
-                ),
-            )
+            more = {"reward": 1.0, "rewards": {}, "sequences": [helper, one, two], "turns": turns}
+            pods.store(block.number, Trajectory.begin(rollout, 0, "completed", **more))
     pods._journal.commit()
-    plan = flow.try_plan(1)
-    assert plan is not None
+    plan = planned(flow, 1)
     first = plan.rollouts[0]
     assert first.turns == [(0, 2, 4), (1, 2, 4), (0, 5, 6), (1, 5, 6)]
     assert first.advantages == [0.0, 20.0, 30.0, 40.0]

@@ -4,38 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.weights import current
 from megaflow_hpc.training.plan import TrainingFiles
 from tests.docs.blocks import ROOT, blocks
-from tests.support.training import Pods, training_run
-
-
-@contextmanager
-def working(run: RunDir) -> Iterator[None]:
-    """Let pods sample what the trainer requests."""
-    pods = Pods(run, lambda rollout: float(rollout.sample_index % 2), lambda: current(run, "default").version)
-    ended = threading.Event()
-
-    def work() -> None:
-        while not ended.wait(0.05):
-            pods.work()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+from tests.support.training import Pods, meanwhile, training_run
 
 
 @pytest.mark.slow
@@ -46,7 +22,7 @@ def test_the_loop_of_the_docs_continues_from_its_last_checkpoint(tmp_path: Path)
     )
     run = training_run(tmp_path / "run", {"staleness": 0, "batch": 2, "steps": 6}, tasks=3, samples=2)
     command = [sys.executable, "my_trainer.py", "run"]  # a relative path, as people type it
-    with working(run):
+    with meanwhile(Pods(run).work):
         first = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
         files = TrainingFiles(run, "default")
         while (commit := files.committed()) is None or commit.step < 2:

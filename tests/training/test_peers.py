@@ -29,8 +29,9 @@ from megaflow_hpc.training.policy import TrainedPolicy
 from megaflow_hpc.training.readiness import Peer, Readiness, ServedWeights
 from megaflow_hpc.training.staleness import StalenessControl
 from megaflow_hpc.types import Rollout
+from tests.support.groups import sample
 
-SEEDS = 1000
+SEEDS = 500
 STEPS = 4
 MAX_TURNS = 20_000
 """A campaign of this size takes some hundred turns, and some thousand if one trainer is very slow."""
@@ -115,8 +116,8 @@ class MemoryControl(StalenessControl):
         world = cast(MemoryFiles, self._files).world
         world.write()
         for task, round in batch.tasks:
-            for sample in range(batch.samples):
-                rollout = Rollout(task, self._policy.runs, sample, "nop", round)
+            for number in range(batch.samples):
+                rollout = Rollout(task, self._policy.runs, number, "nop", round)
                 world.rollouts.setdefault(rollout.id, rollout)
         world.write()
 
@@ -174,22 +175,9 @@ class MemoryBuffer:
         version = self._world.begun[rollout.id][self._policy]
         number = hash_of(rollout.group_id)
         reward, right = float(number % 3 != 0 and rollout.sample_index), float(number % 2 and not rollout.sample_index)
-        return Sample(
-            id=rollout.id,
-            task=rollout.task_id,
-            group=rollout.group_id,
-            index=rollout.sample_index,
-            status="completed",
-            error_kind="",
-            reward=reward,
-            rewards={"reward": reward, "right": right},
-            roles=(self._policy,),
-            oldest=version,
-            newest=version,
-            tokens=1,
-            longest=2,
-            time_ns=self._world.ended[rollout.id],
-        )
+        when = {"oldest": version, "newest": version, "time_ns": self._world.ended[rollout.id]}
+        given = {"id": rollout.id, "rewards": {"reward": reward, "right": right}, "roles": (self._policy,), **when}
+        return sample(rollout.group_id, rollout.sample_index, reward, task=rollout.task_id, **given)
 
 
 def hash_of(text: str) -> int:

@@ -110,7 +110,7 @@ def test_another_site_serves_the_weights_of_a_training_bit_by_bit(tmp_path: Path
     write_run(away, record)
     outbox, inbox = tmp_path / "outbox", tmp_path / "inbox"
     inbox.mkdir()
-    pods = Pods(home, lambda rollout: float(rollout.sample_index % 2), lambda: weights.current(home, "default").version)
+    pods = Pods(home)
     words = [sys.executable, "-m", "tests.support.weight_readers", away.path]
     readers = [
         subprocess.Popen([*words, str(n), f"node{n}", tmp_path / f"node{n}"], stdout=subprocess.PIPE) for n in range(2)

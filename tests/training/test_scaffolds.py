@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megaflow_hpc.agents.command import PACKAGES
 from megaflow_hpc.ledger import read_blocks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
@@ -102,5 +101,9 @@ def test_a_later_trainer_gives_the_same_groups_to_the_same_agents(tmp_path: Path
 def test_unmodified_programs_feed_one_training_step(
     tmp_path: Path, base_sif: Path, make_task: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """tests/agents/python_programs.py adds OpenHands, which needs half a gigabyte."""
-    train_with_programs(tmp_path, base_sif, make_task, monkeypatch, {agent: repair(agent) for agent in PACKAGES})
+    """Programs of two APIs. tests/agents/test_cli_agents.py checks what is recorded of every program.
+
+    tests/agents/python_programs.py adds OpenHands, which needs half a gigabyte.
+    """
+    programs = {agent: repair(agent) for agent in ("claude-code", "codex")}
+    train_with_programs(tmp_path, base_sif, make_task, monkeypatch, programs)

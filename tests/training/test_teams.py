@@ -23,6 +23,7 @@ from megaflow_hpc.training.algorithms.samples import RoleRewards, Sample, Sample
 from megaflow_hpc.training.dataflow import Dataflow, Step
 from megaflow_hpc.training.plan import StepPlan, TrainingFiles
 from megaflow_hpc.types import Rollout
+from tests.support.groups import sample as any_sample
 from tests.support.hash_trainer import START, step_through
 from tests.support.training import Pods, training_run
 
@@ -164,24 +165,8 @@ def test_settings_for_a_policy_outside_the_team_are_refused(tmp_path: Path) -> N
 def sample(index: int, reward: float, right: float | None, roles: tuple[str, ...]) -> Sample:
     turns = tuple(TurnTokens(number, number, 1, 2 + number) for number in range(len(roles)))
     rewards = {"reward": reward, **({} if right is None else {"right": right})}
-    return Sample(
-        id=f"t/p/{index}",
-        task="t",
-        group="t/p",
-        index=index,
-        status="completed",
-        error_kind="",
-        reward=reward,
-        rewards=rewards,
-        oldest=0,
-        newest=0,
-        tokens=sum(turn.end - turn.start for turn in turns),
-        longest=9,
-        time_ns=index,
-        sequences=len(roles),
-        turns=turns,
-        roles=roles,
-    )
+    tokens, counts = sum(turn.end - turn.start for turn in turns), {"sequences": len(roles), "longest": 9}
+    return any_sample("t/p", index, reward, rewards=rewards, tokens=tokens, turns=turns, roles=roles, **counts)
 
 
 BOTH: RoleRewards = {"writer": None, "checker": "right"}

@@ -13,13 +13,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.rundir import weights
-from tests.support.places import TINY_MODEL
-from tests.support.serving import Servers, conversation
+from tests.support.engines import make_model
+from tests.support.serving import Servers, answer_to, conversation, prompt_logprobs
 from tests.support.tensors import safetensors
 from tests.support.waiting import until
 
@@ -48,8 +47,7 @@ about |= {"target_modules": ["q_proj", "v_proj"], "base_model_name_or_path": mod
 
 def test_adapters_are_loaded_under_load_and_every_token_says_which_sampled_it(servers: Servers, tmp_path: Path) -> None:
     python = str(Path(os.environ["MEGAFLOW_ENGINE_VENV"]) / "bin" / "python")
-    model = tmp_path / "tiny"
-    subprocess.run([python, TINY_MODEL, str(model)], check=True, timeout=120)
+    model = make_model(tmp_path / "tiny")
     for seed in (1, 2):
         subprocess.run(
             [python, "-c", MAKE, str(model), str(tmp_path / f"lora{seed}"), str(seed)], check=True, timeout=120
@@ -63,12 +61,7 @@ def test_adapters_are_loaded_under_load_and_every_token_says_which_sampled_it(se
         """Log-probabilities of ids as a prompt of the weights being served."""
         record = servers.record(0)
         assert record["weight_version"] == version
-        pin = aiohttp.Fingerprint(bytes.fromhex(record["tls_fingerprint"]))
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {record['key']}"}) as session:
-            body = {"model": "default", "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}
-            async with session.post(record["url"] + "/v1/completions", json=body, ssl=pin) as answer:
-                found = (await answer.json())["choices"][0]["prompt_logprobs"]
-        return [0.0, *(next(iter(entry.values()))["logprob"] for entry in found[1:])]
+        return await prompt_logprobs({**record, "model_name": "default"}, tokens)
 
     def published(name: str) -> int:
         version = weights.publish(servers.run, tmp_path / name).version
@@ -84,12 +77,9 @@ def test_adapters_are_loaded_under_load_and_every_token_says_which_sampled_it(se
             over = asyncio.Event()
 
             async def ask(address: Any) -> None:
-                headers = {"Authorization": f"Bearer {address.api_key}"}
                 body = {"messages": conversation("Begin."), "max_tokens": 30, "logit_bias": {"256": -100}}
-                async with aiohttp.ClientSession(headers=headers) as session:
-                    while not over.is_set():
-                        async with session.post(address.base_url + "/chat/completions", json=body) as answer:
-                            assert answer.status == 200, await answer.text()
+                while not over.is_set():
+                    await answer_to(address, body)
 
             asking = [asyncio.create_task(ask(address)) for _, address in gateways]
             await asyncio.sleep(1)

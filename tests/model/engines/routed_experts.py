@@ -16,7 +16,8 @@ import pytest
 
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording, TokenSequence
-from tests.support.places import ROOT, TINY_MODEL
+from tests.support.engines import make_model
+from tests.support.places import ROOT
 from tests.support.serving import Servers, recorded_chat
 from tests.support.torch_ranks import engine_python, run_ranks
 
@@ -85,8 +86,7 @@ def check(sequence: TokenSequence, model: Path, folder: Path) -> None:
 
 
 def test_the_trainers_routers_follow_those_of_vllm(tmp_path: Path) -> None:
-    python, model = engine_python(), tmp_path / "moe"
-    subprocess.run([python, TINY_MODEL, str(model)], check=True, timeout=120)
+    python, model = engine_python(), make_model(tmp_path / "moe")
     subprocess.run([python, "-c", MAKE, str(model)], check=True, timeout=120)
     args = {"max-model-len": 4096, "dtype": "float32", "enable-return-routed-experts": True}
     args["distributed-executor-backend"] = "uni"

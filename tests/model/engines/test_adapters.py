@@ -7,13 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import yaml
 
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording
-from tests.support.serving import Servers, conversation, listeners
+from tests.support.serving import Servers, answer_to, conversation, listeners
 
 
 def rollout(records: list[dict[str, Any]], policy: str = "default") -> tuple[str, Recording]:
@@ -23,13 +22,8 @@ def rollout(records: list[dict[str, Any]], policy: str = "default") -> tuple[str
         async with ModelGateway(wait_s=60) as gateway:
             gateway.update_endpoints(records)
             model = await gateway.open("t/p/0", policy)
-            headers = {"Authorization": f"Bearer {model.api_key}"}
-            async with aiohttp.ClientSession(headers=headers) as session:
-                body = {"messages": conversation("hello"), "max_tokens": 32}
-                async with session.post(model.base_url + "/chat/completions", json=body) as answer:
-                    assert answer.status == 200, await answer.text()
-                    said = (await answer.json())["choices"][0]["message"]["content"]
-            return said, await gateway.close("t/p/0")
+            answer = await answer_to(model, {"messages": conversation("hello"), "max_tokens": 32})
+            return answer["choices"][0]["message"]["content"], await gateway.close("t/p/0")
 
     return asyncio.run(scenario())
 
@@ -37,12 +31,8 @@ def rollout(records: list[dict[str, Any]], policy: str = "default") -> tuple[str
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 def test_transformers_own_server_answers_behind_the_proxy(servers: Servers, interpreter: str, tiny_model: Path) -> None:
-    section = {
-        "engine": "transformers",
-        "path": str(tiny_model),
-        "gpus": 0,
-        "python": str(Path(interpreter).parents[1]),
-    }
+    python = str(Path(interpreter).parents[1])
+    section = {"engine": "transformers", "path": str(tiny_model), "gpus": 0, "python": python}
     servers.start({**section, "args": {"device": "cpu"}})
     record = servers.record(0, timeout_s=600)
     assert record["protocol"] == "text"

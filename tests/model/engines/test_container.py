@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 import megaflow_hpc
@@ -17,7 +16,7 @@ from megaflow_hpc.campaign import plan
 from megaflow_hpc.config import parse
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model.engines import adapters, launch, lifeline
-from tests.support.serving import Servers, conversation, descendants, in_loop
+from tests.support.serving import Servers, answer_to, conversation, descendants, in_loop
 
 SOURCES = Path(megaflow_hpc.__file__).parents[1]
 
@@ -57,10 +56,8 @@ async def test_an_engine_in_an_image_answers_is_told_little_and_leaves_nothing(
     servers.start(of_the_package(script, base_sif), "default", MEGAFLOW_SCRATCH=str(scratch), **told)
     async with servers.gateway() as gateway:
         model = await gateway.open("t/p/0", "default")
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {model.api_key}"}) as session:
-            body = {"messages": conversation("hello")}
-            async with session.post(model.base_url + "/chat/completions", json=body) as answer:
-                assert (await answer.json())["choices"][0]["message"]["content"] == "from the image"
+        answer = await answer_to(model, {"messages": conversation("hello")})
+        assert answer["choices"][0]["message"]["content"] == "from the image"
     engine = engine_of(servers.processes[0].pid)
     inside = Path(f"/proc/{engine}/root")
     environment = dict(line.split("=", 1) for line in Path(f"/proc/{engine}/environ").read_text().split("\0") if line)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ import pytest
 from megaflow_hpc.errors import ModelServiceError, UserCodeError
 from megaflow_hpc.pod.rollout.judges import Judges
 from tests.support.serving import Servers
+from tests.support.torch_ranks import run_ranks
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 MAKE = """\
-import sys, torch
+import json, sys, torch
 from transformers import AutoConfig, AutoTokenizer, LlamaForSequenceClassification
 config = AutoConfig.from_pretrained(sys.argv[1])
 config.num_labels = 1
@@ -24,7 +24,8 @@ model, tokens = LlamaForSequenceClassification(config).eval(), AutoTokenizer.fro
 model.save_pretrained(sys.argv[2])
 tokens.save_pretrained(sys.argv[2])
 talk = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
-print(model(tokens.apply_chat_template(talk, return_tensors="pt", return_dict=True)["input_ids"]).logits.item())
+ids = tokens.apply_chat_template(talk, return_tensors="pt", return_dict=True)["input_ids"]
+print(json.dumps(model(ids).logits.item()))
 """
 """Makes a random reward model, and prints its reward of a conversation."""
 TALK = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
@@ -32,9 +33,7 @@ TALK = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": 
 
 def test_a_reward_model_is_asked_for_numbers(interpreter: str, tiny_model: Path, tmp_path: Path) -> None:
     reward_model = tmp_path / "reward"
-    command = [interpreter, "-c", MAKE, str(tiny_model), str(reward_model)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
-    expected = float(done.stdout.splitlines()[-1])
+    expected = run_ranks(MAKE, tmp_path, tiny_model, reward_model)
 
     async def main(servers: Servers) -> tuple[float, float, list[dict[str, Any]]]:
         async with servers.gateway(policies=["default"], judges=["rater"], wait_s=1) as gateway:
@@ -53,6 +52,7 @@ def test_a_reward_model_is_asked_for_numbers(interpreter: str, tiny_model: Path,
     with Servers(tmp_path / "served") as servers, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         section = {"engine": "vllm", "path": str(reward_model), "gpus": 0, "python": interpreter, "judge": "reward"}
         args = {"max-model-len": 512, "dtype": "float32", "distributed-executor-backend": "uni"}
         servers.start({**section, "args": args}, "rater")

@@ -7,13 +7,12 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 
@@ -22,7 +21,7 @@ from megaflow_hpc.model.engines import upstream
 from megaflow_hpc.model.engines.adapters import launch
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import ModelEndpoint
-from tests.support.serving import Servers, in_loop, listening
+from tests.support.serving import Servers, answer_to, call, in_loop, listening
 from tests.support.waiting import until_async
 
 KEY = "sk-commercial-0123456789"
@@ -97,14 +96,8 @@ def openai(body: dict[str, Any]) -> dict[str, Any]:
     usage = {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120}
     message: dict[str, Any] = {"role": "assistant", "content": "done", "refusal": None}
     if body["messages"][-1]["role"] != "tool":
-        calls = [
-            {
-                "id": f"call_{n}",
-                "type": "function",
-                "function": {"name": "bash", "arguments": f'{{"command":"echo {n}"}}'},
-            }
-            for n in (1, 2)
-        ]
+        functions = [{"name": "bash", "arguments": f'{{"command":"echo {n}"}}'} for n in (1, 2)]
+        calls = [{"id": f"call_{n}", "type": "function", "function": one} for n, one in enumerate(functions, 1)]
         message = {"role": "assistant", "content": None, "tool_calls": calls}
     choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
     return {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
@@ -162,25 +155,16 @@ def start(servers: Servers, url: str, api: str, key: str = KEY, **more: Any) -> 
     servers.start({**model, **more}, api)
 
 
-async def post(model: ModelEndpoint, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
-    headers = {"Authorization": f"Bearer {model.api_key}"}
-    async with aiohttp.ClientSession() as session:
-        async with session.post(model.base_url + path, json=body, headers=headers) as response:
-            return response.status, await response.json()
-
-
 async def chat_agent(model: ModelEndpoint) -> str:
     """Solves a task in two turns over ``/chat/completions``, and sends back only what it knows of an answer."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": "solve"}, {"role": "user", "content": "task"}]
     body = {"model": "m", "max_tokens": 50, "tools": [{"type": "function", "function": TOOL}]}
-    status, reply = await post(model, "/chat/completions", {**body, "messages": messages})
-    assert status == 200, reply
+    reply = await answer_to(model, {**body, "messages": messages}, "/chat/completions")
     said = reply["choices"][0]["message"]
     calls = [{name: call[name] for name in ("id", "type", "function")} for call in said["tool_calls"]]
     messages.append({"role": "assistant", "content": said["content"], "tool_calls": calls})
     messages += [{"role": "tool", "tool_call_id": call["id"], "content": ""} for call in calls]
-    status, reply = await post(model, "/chat/completions", {**body, "messages": messages})
-    assert status == 200, reply
+    reply = await answer_to(model, {**body, "messages": messages}, "/chat/completions")
     return str(reply["choices"][0]["message"]["content"])
 
 
@@ -189,13 +173,11 @@ async def messages_agent(model: ModelEndpoint) -> str:
     messages: list[dict[str, Any]] = [{"role": "user", "content": "task"}]
     tool = {"name": "bash", "description": "Runs a command.", "input_schema": TOOL["parameters"]}
     body = {"model": "m", "max_tokens": 50, "system": "solve", "tools": [tool]}
-    status, reply = await post(model, "/messages", {**body, "messages": messages})
-    assert status == 200, reply
+    reply = await answer_to(model, {**body, "messages": messages}, "/messages")
     blocks = [block for block in reply["content"] if block["type"] == "tool_use"]
     results = [{"type": "tool_result", "tool_use_id": block["id"], "content": "ok"} for block in blocks]
     messages += [{"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
-    status, reply = await post(model, "/messages", {**body, "messages": messages})
-    assert status == 200, reply
+    reply = await answer_to(model, {**body, "messages": messages}, "/messages")
     return "".join(block.get("text", "") for block in reply["content"])
 
 
@@ -203,13 +185,11 @@ async def responses_agent(model: ModelEndpoint) -> str:
     """The same over ``/responses``."""
     given: list[dict[str, Any]] = [{"role": "user", "content": "task"}]
     body = {"model": "m", "max_output_tokens": 50, "instructions": "solve", "tools": [{"type": "function", **TOOL}]}
-    status, reply = await post(model, "/responses", {**body, "input": given})
-    assert status == 200, reply
+    reply = await answer_to(model, {**body, "input": given}, "/responses")
     calls = [item for item in reply["output"] if item["type"] == "function_call"]
     given += calls
     given += [{"type": "function_call_output", "call_id": call["call_id"], "output": "ok"} for call in calls]
-    status, reply = await post(model, "/responses", {**body, "input": given})
-    assert status == 200, reply
+    reply = await answer_to(model, {**body, "input": given}, "/responses")
     return str(reply["output"][-1]["content"][0]["text"])
 
 
@@ -217,15 +197,13 @@ async def gemini_agent(model: ModelEndpoint) -> str:
     """The same over Gemini's generateContent, without ids of calls."""
     contents: list[dict[str, Any]] = [{"role": "user", "parts": [{"text": "task"}]}]
     body = {"tools": [{"functionDeclarations": [TOOL]}], "generationConfig": {"maxOutputTokens": 50}}
-    status, reply = await post(model, "/models/m:generateContent", {**body, "contents": contents})
-    assert status == 200, reply
+    reply = await answer_to(model, {**body, "contents": contents}, "/models/m:generateContent")
     calls = [part["functionCall"] for part in reply["candidates"][0]["content"]["parts"] if "functionCall" in part]
     names = [call["name"] for call in calls]
     asked = [{"functionCall": {"name": call["name"], "args": call["args"]}} for call in calls]
     results = [{"functionResponse": {"name": name, "response": {"output": "ok"}}} for name in names]
     contents += [{"role": "model", "parts": asked}, {"role": "user", "parts": results}]
-    status, reply = await post(model, "/models/m:generateContent", {**body, "contents": contents})
-    assert status == 200, reply
+    reply = await answer_to(model, {**body, "contents": contents}, "/models/m:generateContent")
     return str(reply["candidates"][0]["content"]["parts"][-1]["text"])
 
 
@@ -289,7 +267,7 @@ async def test_strange_counts_of_tokens_never_lower_the_price(servers: Servers) 
                 endpoint.refusals, before = [web.Response(text=reply, content_type="application/json")], gateway.usd
                 model = await gateway.open("t/p/0", "openai")
                 body = {"messages": [{"role": "user", "content": "task"}]}
-                assert (await post(model, "/chat/completions", body))[0] == 200, usage
+                assert (await call(model, body, "/chat/completions"))[0] == 200, usage
                 assert (await gateway.close("t/p/0")).calls[0]["tokens"] == counted, usage
                 assert gateway.usd - before == pytest.approx(counted[0] * 1e-6 + counted[1] * 5e-6), usage
 
@@ -307,7 +285,7 @@ async def test_an_agent_that_hangs_up_is_charged_for_the_answer(servers: Servers
                 endpoint.held, endpoint.heard = asyncio.Event(), []
                 model = await gateway.open(f"t/p/{number}", "openai")
                 body = {"messages": [{"role": "user", "content": "task"}], "stream": stream}
-                agent = asyncio.create_task(post(model, "/chat/completions", body))
+                agent = asyncio.create_task(call(model, body, "/chat/completions"))
                 await until_async(lambda: endpoint.heard, "the call is at the endpoint")
                 agent.cancel()
                 await asyncio.wait({agent})
@@ -329,7 +307,7 @@ async def test_no_agent_learns_the_key_from_an_error(servers: Servers) -> None:
                 endpoint.refusals = [web.json_response(text, status=status) for _ in range(9)]
                 model = await gateway.open("t/p/0", "anthropic")
                 body = {"messages": [{"role": "user", "content": "task"}], "max_tokens": 5}
-                answered, reply = await post(model, "/chat/completions", body)
+                answered, reply = await call(model, body, "/chat/completions")
                 assert answered in (400, 503), reply
                 assert KEY not in json.dumps(reply)
                 assert KEY not in await gateway.outage("t/p/0")
@@ -352,7 +330,7 @@ async def test_what_an_api_cannot_express_is_refused_with_a_remedy(servers: Serv
                 "/chat/completions": {"messages": user, "n": 2},
                 "/completions": {"prompt": "task"},
             }.items():
-                status, reply = await post(model, path, body)
+                status, reply = await call(model, body, path)
                 assert status == 400, reply
                 assert "Gemini's API" in reply["error"]["message"]
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgpack
 import pytest
 
@@ -17,10 +15,9 @@ from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.trajectory import Recording, image_records
 from megaflow_hpc.types import ModelEndpoint
-from tests.support.engines import reversed_weights
-from tests.support.places import TINY_MODEL
+from tests.support.engines import make_model, reversed_weights
 from tests.support.samples import image
-from tests.support.serving import Servers
+from tests.support.serving import Servers, answer_to
 from tests.support.torch_ranks import run_ranks
 from tests.support.vision import PLACEHOLDER
 
@@ -72,10 +69,8 @@ print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def model(interpreter: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("seeing") / "tiny"
-    subprocess.run([interpreter, TINY_MODEL, str(folder), "--vision", "--context", "2048"], check=True, timeout=300)
-    return folder
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("seeing") / "tiny", vision=True, context=2048)
 
 
 @pytest.fixture(scope="module")
@@ -93,14 +88,6 @@ def vllm(interpreter: str, model: Path, tmp_path_factory: pytest.TempPathFactory
         yield servers
 
 
-async def post(model: ModelEndpoint, body: dict[str, Any]) -> Any:
-    headers = {"Authorization": f"Bearer {model.api_key}"}
-    async with aiohttp.ClientSession(headers=headers) as session:
-        async with session.post(f"{model.base_url}/chat/completions", json=body) as response:
-            assert response.status == 200, await response.text()
-            return await response.json()
-
-
 def part(number: int, width: int, height: int) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": image(width, height, number).url}}
 
@@ -111,7 +98,7 @@ async def talk(model: ModelEndpoint, seed: int, tokens: int = 12) -> None:
     messages: list[dict[str, Any]] = []
     for turn, images in enumerate(shown):
         messages.append({"role": "user", "content": [*images, {"type": "text", "text": f"What now, {turn}?"}]})
-        reply = await post(model, {"messages": messages, "max_tokens": tokens, "seed": seed})
+        reply = await answer_to(model, {"messages": messages, "max_tokens": tokens, "seed": seed})
         messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"]})
 
 

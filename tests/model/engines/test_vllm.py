@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from megaflow_hpc.agents import create
@@ -26,7 +25,7 @@ from tests.support.gpu_trainer import Trainer, asleep
 from tests.support.local_sandbox import LocalSandbox
 from tests.support.reported import check_against_reported, reported
 from tests.support.screen_program import program
-from tests.support.serving import Servers, only_the_proxy_is_reached
+from tests.support.serving import Servers, answer_to, call, only_the_proxy_is_reached, prompt_logprobs
 from tests.support.torch_ranks import run_ranks
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -80,18 +79,10 @@ async def rollout(vllm: Servers, protocol: str = "split") -> AsyncIterator[tuple
         yield gateway, await gateway.open("t/default/0", "default")
 
 
-async def post(model: ModelEndpoint, body: dict[str, Any], path: str = "/chat/completions") -> Any:
-    headers = {"Authorization": f"Bearer {model.api_key}"}
-    async with aiohttp.ClientSession(headers=headers) as session:
-        async with session.post(model.base_url + path, json=body) as response:
-            assert response.status == 200, await response.text()
-            return await response.json()
-
-
 async def talk(model: ModelEndpoint, turns: int, **options: Any) -> list[dict[str, Any]]:
     messages = [{"role": "system", "content": "Täglich."}, {"role": "user", "content": "Begin."}]
     for number in range(turns):
-        reply = await post(model, {"messages": messages, **options})
+        reply = await answer_to(model, {"messages": messages, **options})
         answer = reply["choices"][0]["message"]
         messages += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": f"Go {number}."}]
     return messages[:-1]
@@ -105,19 +96,8 @@ def check(recording: Recording) -> None:
         assert text.rstrip(held_back) == sample.text.rstrip(held_back)
 
 
-async def prompt_logprobs(vllm: Servers, tokens: list[int]) -> list[float]:
-    """The engine's log-probabilities of these ids, given as a prompt."""
-    record = vllm.record(0)
-    pin = aiohttp.Fingerprint(bytes.fromhex(record["tls_fingerprint"]))
-    body = {"model": record["model_name"], "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}
-    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {record['key']}"}) as session:
-        async with session.post(record["url"] + "/v1/completions", json=body, ssl=pin) as response:
-            entries = json.loads(await response.text())["choices"][0]["prompt_logprobs"]
-    return [float("nan")] + [e[str(t)]["logprob"] for e, t in zip(entries[1:], tokens[1:], strict=True)]
-
-
 async def agrees(vllm: Servers, sequence: TokenSequence) -> None:
-    again = await prompt_logprobs(vllm, list(sequence.tokens))
+    again = await prompt_logprobs(vllm.record(0), list(sequence.tokens))
     pairs = [(a, b) for a, b, m in zip(sequence.logprobs, again, sequence.loss_mask, strict=True) if m]
     assert pairs
     assert max(abs(a - b) for a, b in pairs) < 1e-2
@@ -164,15 +144,15 @@ def test_every_dialect_is_recorded_as_what_was_sampled(vllm: Servers, protocol: 
         async with rollout(vllm, protocol) as (gateway, model):
             history: list[Any] = [{"role": "user", "content": "Begin."}]
             for _ in range(3):
-                reply = await post(model, {"system": "S", "messages": history, "max_tokens": 16}, "/messages")
+                reply = await answer_to(model, {"system": "S", "messages": history, "max_tokens": 16}, "/messages")
                 assert reply["type"] == "message"
                 assert reply["stop_reason"] == "end_turn" or reply["usage"]["output_tokens"] == 16
                 history += [{"role": "assistant", "content": reply["content"]}, {"role": "user", "content": "Go."}]
-            counted = await post(model, {"system": "S", "messages": history}, "/messages/count_tokens")
+            counted = await answer_to(model, {"system": "S", "messages": history}, "/messages/count_tokens")
             items: list[Any] = [{"role": "user", "content": "Begin."}]
             for _ in range(3):
                 body = {"instructions": "T", "input": items, "max_output_tokens": 16}
-                reply = await post(model, body, "/responses")
+                reply = await answer_to(model, body, "/responses")
                 assert reply["status"] == "completed" or reply["usage"]["output_tokens"] == 16
                 items += [*reply["output"], {"role": "user", "content": "Go."}]
             recording = await gateway.close("t/default/0")
@@ -199,7 +179,7 @@ def test_thoughts_that_the_template_leaves_out_are_in_no_prompt(vllm: Servers) -
             for number in range(3):
                 choice = f"<think>thought {number}</think>said {number}"
                 body = {"messages": messages, "structured_outputs": {"choice": [choice]}, "max_tokens": 64}
-                messages.append((await post(model, body))["choices"][0]["message"])
+                messages.append((await answer_to(model, body))["choices"][0]["message"])
                 assert messages[-1]["content"] == choice
                 messages.append({"role": "user", "content": f"Go {number}."})
             recording = await gateway.close("t/default/0")
@@ -221,7 +201,7 @@ def test_the_plain_endpoint_is_recorded_as_exactly(vllm: Servers) -> None:
     async def scenario() -> None:
         async with rollout(vllm, "plain") as (gateway, model):
             await talk(model, 2, max_tokens=16)
-            await post(model, {"prompt": "abc", "max_tokens": 5}, "/completions")
+            await answer_to(model, {"prompt": "abc", "max_tokens": 5}, "/completions")
             recording = await gateway.close("t/default/0")
         check(recording)
         assert len(recording.turns) == 3
@@ -235,8 +215,8 @@ def test_stop_strings_and_alternatives_take_the_plain_way(vllm: Servers) -> None
     async def scenario() -> None:
         async with rollout(vllm) as (gateway, model):
             body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 6}
-            await post(model, {**body, "stop": ["\x00\x00\x00"]})
-            reply = await post(model, {**body, "n": 2})
+            await answer_to(model, {**body, "stop": ["\x00\x00\x00"]})
+            reply = await answer_to(model, {**body, "n": 2})
             assert len(reply["choices"]) == 2
             recording = await gateway.close("t/default/0")
         check(recording)
@@ -250,7 +230,7 @@ def test_editing_the_history_starts_a_new_sequence(vllm: Servers) -> None:
         async with rollout(vllm) as (gateway, model):
             messages = await talk(model, 2, max_tokens=8)
             messages[2]["content"] = "something else"
-            await post(model, {"messages": [*messages, {"role": "user", "content": "?"}], "max_tokens": 8})
+            await answer_to(model, {"messages": [*messages, {"role": "user", "content": "?"}], "max_tokens": 8})
             recording = await gateway.close("t/default/0")
         check(recording)
         assert [t.sequence for t in recording.turns] == [0, 0, 1]
@@ -262,10 +242,9 @@ def test_a_prompt_beyond_the_context_is_the_engines_400(vllm: Servers) -> None:
     async def scenario() -> None:
         async with rollout(vllm) as (_, model):
             body = {"messages": [{"role": "user", "content": "x" * CONTEXT}]}
-            async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {model.api_key}"}) as session:
-                async with session.post(model.base_url + "/chat/completions", json=body) as response:
-                    assert response.status == 400
-                    assert "context length" in (await response.json())["error"]["message"]
+            status, reply = await call(model, body)
+            assert status == 400
+            assert "context length" in reply["error"]["message"]
 
     asyncio.run(scenario())
 
@@ -274,10 +253,10 @@ def test_without_max_tokens_the_whole_context_may_be_used(vllm: Servers) -> None
     async def scenario() -> None:
         async with rollout(vllm) as (gateway, model):
             messages = [{"role": "user", "content": "x" * (CONTEXT - 400)}]
-            first = await post(model, {"messages": messages, "max_tokens": 60})
+            first = await answer_to(model, {"messages": messages, "max_tokens": 60})
             answer = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
             last = {"messages": [*messages, answer, {"role": "user", "content": "go"}], "logit_bias": {"256": -100}}
-            await post(model, last)
+            await answer_to(model, last)
             recording = await gateway.close("t/default/0")
         check(recording)
         (sequence,) = recording.sequences
@@ -317,8 +296,8 @@ def test_text_that_an_agent_forces_upon_the_engine_is_never_trained_on(vllm: Ser
                     path, {"messages": messages}
                 )
                 limit = {} if path == "/responses" or "max_tokens" in body else {"max_tokens": 100}
-                forced.append(json.dumps(await post(model, {**asked, **limit, **body}, path)))
-            await post(model, {"messages": messages, "max_tokens": 8})
+                forced.append(json.dumps(await answer_to(model, {**asked, **limit, **body}, path)))
+            await answer_to(model, {"messages": messages, "max_tokens": 8})
             recording = await gateway.close("t/default/0")
         assert sum("FORGED" in answer for answer in forced) >= 4, "the engine was held to it"
         assert recording.constrained == len(FORGERIES)
@@ -335,41 +314,41 @@ TRAINERS_SCORES = """
 import json, sys
 import torch
 from megaflow_hpc.training.trainer.model import load
-model, temperature, tokens, where = sys.argv[1], float(sys.argv[2]), *map(json.loads, sys.argv[3:])
-policy = load(model, "float32")
-policy.temperature = temperature
-tokens, where = torch.tensor(tokens), torch.tensor(where)
-with torch.no_grad():
-    scores, _ = policy(tokens, torch.arange(len(tokens)), [0, len(tokens)], where)
-print(json.dumps(scores[where].tolist()))
+found = []
+policy = load(sys.argv[1], "float32")
+for tokens, where in json.loads(sys.argv[2]):
+    tokens, where = torch.tensor(tokens), torch.tensor(where)
+    for policy.temperature in (0.4, 1):
+        with torch.no_grad():
+            scores, _ = policy(tokens, torch.arange(len(tokens)), [0, len(tokens)], where)
+        found.append(scores[where].tolist())
+print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("protocol", ["split", "plain"])
 def test_engine_and_trainer_agree_at_another_temperature(
-    vllm: Servers, tiny_model: Path, tmp_path: Path, protocol: str, monkeypatch: pytest.MonkeyPatch
+    vllm: Servers, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # the trainer's torch leaves files, which are not the engine's
 
-    async def sampled() -> TokenSequence:
+    async def sampled(protocol: str) -> TokenSequence:
         own = Sampling({**NEUTRAL, "temperature": 0.4})
         async with ModelGateway(wait_s=60, sampling={"default": own}) as gateway:
             gateway.update_endpoints([{**vllm.record(0), "protocol": protocol}])
             model = await gateway.open("t/default/0", "default")
-            await post(model, {"messages": [{"role": "user", "content": "Begin."}], "max_tokens": 200})
+            await answer_to(model, {"messages": [{"role": "user", "content": "Begin."}], "max_tokens": 200})
             (sequence,) = (await gateway.close("t/default/0")).sequences
         return sequence
 
-    sequence = asyncio.run(sampled())
-    where = [place for place, mask in enumerate(sequence.loss_mask) if mask]
-    recorded = [sequence.logprobs[place] for place in where]
-    arguments = (json.dumps(list(sequence.tokens)), json.dumps(where))
-    same, neutral = (
-        run_ranks(TRAINERS_SCORES, tmp_path, tiny_model, temperature, *arguments) for temperature in (0.4, 1)
-    )
-    assert len(where) > 20
-    assert recorded == pytest.approx(same, abs=1e-3)
-    assert max(abs(a - b) for a, b in zip(recorded, neutral, strict=True)) > 0.1
+    sequences = [asyncio.run(sampled(protocol)) for protocol in ("split", "plain")]
+    places = [[place for place, mask in enumerate(sequence.loss_mask) if mask] for sequence in sequences]
+    asked = [(list(sequence.tokens), where) for sequence, where in zip(sequences, places, strict=True)]
+    scores = run_ranks(TRAINERS_SCORES, tmp_path, tiny_model, json.dumps(asked))
+    for sequence, where, same, neutral in zip(sequences, places, scores[::2], scores[1::2], strict=True):
+        recorded = [sequence.logprobs[place] for place in where]
+        assert len(where) > 20
+        assert recorded == pytest.approx(same, abs=1e-3)
+        assert max(abs(a - b) for a, b in zip(recorded, neutral, strict=True)) > 0.1
 
 
 @pytest.mark.parametrize("protocol", ["split", "plain"])
@@ -404,7 +383,7 @@ def test_weights_change_under_load_and_every_token_says_which_sampled_it(vllm: S
     async def keep_asking(model: ModelEndpoint, tokens: int, until: asyncio.Event) -> None:
         messages: list[dict[str, Any]] = [{"role": "user", "content": "Begin."}]
         while not until.is_set():
-            await post(model, {"messages": messages, "max_tokens": tokens, "logit_bias": {"256": -100}})
+            await answer_to(model, {"messages": messages, "max_tokens": tokens, "logit_bias": {"256": -100}})
 
     async def scenario() -> None:
         async with ModelGateway(wait_s=60) as split, ModelGateway(wait_s=60) as plain:
@@ -434,7 +413,7 @@ def test_weights_change_under_load_and_every_token_says_which_sampled_it(vllm: S
                 await serves(vllm, again.version)
             own = other = 0.0
             for sequence in sequences:
-                scores = await prompt_logprobs(vllm, list(sequence.tokens))
+                scores = await prompt_logprobs(vllm.record(0), list(sequence.tokens))
                 columns = zip(sequence.logprobs, scores, sequence.weight_versions, strict=True)
                 for recorded, score, sampled_by in columns:
                     if sampled_by >= 0 and made_of[sampled_by] == source:
@@ -456,7 +435,7 @@ def test_a_delta_is_loaded_as_the_whole_version_that_it_stands_for(
     async def scores(source: Path) -> list[float]:
         published = await asyncio.to_thread(weights.publish, vllm.run, source)
         await serves(vllm, published.version)
-        return (await prompt_logprobs(vllm, list(b"Sort the lines of in into out.")))[1:]
+        return (await prompt_logprobs(vllm.record(0), list(b"Sort the lines of in into out.")))[1:]
 
     async def scenario() -> None:
         whole = await scores(other_weights)
@@ -481,11 +460,11 @@ def test_it_sleeps_while_a_trainer_has_the_gpus_and_answers_what_waited_by_what_
     async def scenario() -> None:
         async with rollout(vllm) as (gateway, model):
             body = {"messages": [{"role": "user", "content": "Go on."}], "max_tokens": 8}
-            await post(model, body)
+            await answer_to(model, body)
             for source in (other_weights, None, Path(vllm.entries[0].model["path"])):
                 await asyncio.to_thread(trainer.take)
                 assert await asleep(vllm)
-                late = asyncio.create_task(post(model, body))
+                late = asyncio.create_task(answer_to(model, body))
                 await asyncio.wait({late}, timeout=1)
                 assert not late.done()
                 if source is not None:

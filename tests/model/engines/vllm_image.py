@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import time
 from pathlib import Path
 
-import aiohttp
 import pytest
 
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.rundir import weights
-from tests.support.places import TINY_MODEL
-from tests.support.serving import Servers, conversation
+from tests.support.engines import make_model
+from tests.support.serving import Servers, answer_to, conversation
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -27,9 +25,7 @@ def test_vllm_in_an_image_is_recorded_exactly_and_loads_weights(
 ) -> None:
     """The image has Python and no compiler: the engine's virtual environment is bound into it, and compiles nothing."""
     venv = os.environ["MEGAFLOW_ENGINE_VENV"]
-    models = [tmp_path / "tiny", tmp_path / "other"]
-    for seed, model in enumerate(models):
-        subprocess.run([f"{venv}/bin/python", TINY_MODEL, str(model), "--seed", str(seed)], check=True, timeout=120)
+    models = [make_model(tmp_path / name, seed=seed) for seed, name in enumerate(("tiny", "other"))]
     section = {"engine": "vllm", "path": str(models[0]), "gpus": 0, "python": venv, "image": str(base_sif)}
     (numa,) = Path("/usr/lib").glob("*/libnuma.so.1")  # of the machine's packages, which the image lacks
     binds = [f"{path}:{path}:ro" for path in (venv, numa)]
@@ -41,10 +37,7 @@ def test_vllm_in_an_image_is_recorded_exactly_and_loads_weights(
         async with ModelGateway(wait_s=60) as gateway:
             gateway.update_endpoints(servers.records())
             model = await gateway.open("t/default/0", "default")
-            async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {model.api_key}"}) as session:
-                body = {"messages": conversation("hello"), "max_tokens": 20, "logit_bias": {"256": -100}}
-                async with session.post(model.base_url + "/chat/completions", json=body) as answer:
-                    assert answer.status == 200, await answer.text()
+            await answer_to(model, {"messages": conversation("hello"), "max_tokens": 20, "logit_bias": {"256": -100}})
             (sequence,) = (await gateway.close("t/default/0")).sequences
         assert sum(sequence.loss_mask) == 20
         return {v for v, m in zip(sequence.weight_versions, sequence.loss_mask, strict=True) if m}

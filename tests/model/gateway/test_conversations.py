@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.bench.conversations import converse
+from tests.support.conversations import converse
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -107,7 +107,6 @@ RAW = URL.partition(",")[2]
 SOURCE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": RAW}}
 INLINE = {"inlineData": {"mimeType": "image/png", "data": RAW}}
 CALL = {"id": "c", "type": "function", "function": {"name": "f"}}
-RESULT = {"functionResponse": {"id": "c", "name": "f", "response": {}, "parts": [INLINE]}}
 DIALECTS = {
     "/chat/completions": {
         "messages": [

@@ -17,7 +17,7 @@ from megaflow_hpc.model.gateway.recorder import Recorder, SampledTokens
 from megaflow_hpc.model.gateway.replay import Replay, calls_artifact
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording, Trajectory
-from tests.bench.conversations import AGENTS, ChatAgent, RandomScript, events
+from tests.support.conversations import AGENTS, ChatAgent, RandomScript, events
 from tests.support.serving import call_failure, endpoint, in_loop, listening
 from tests.support.split_engine import SplitEngine
 

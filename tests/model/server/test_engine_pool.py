@@ -26,7 +26,7 @@ from megaflow_hpc.rundir.engine_pool import EnginePool, digest_of
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord, read_run, write_run
 from tests.support.second_user import as_second_user
-from tests.support.serving import Servers, conversation
+from tests.support.serving import Servers, answer_to, chat, conversation
 
 
 def where(key: str) -> str:
@@ -85,14 +85,10 @@ def test_a_member_asks_with_its_own_key_and_who_left_is_refused(servers: Servers
         async with ModelGateway(wait_s=60) as gateway:
             gateway.update_endpoints(endpoints.engines.all)
             model = await gateway.open("t/mine/0", "mine")
-            headers = {"Authorization": f"Bearer {model.api_key}"}
-            async with aiohttp.ClientSession(headers=headers) as session:
-                body = {"messages": conversation("hello")}
-                async with session.post(model.base_url + "/chat/completions", json=body) as answer:
-                    said = (await answer.json())["choices"][0]["message"]["content"]
+            answer = await answer_to(model, {"messages": conversation("hello")})
             recording = await gateway.close("t/mine/0")
             assert recording.turns[0].server == "mine@default.0"
-            return said
+            return answer["choices"][0]["message"]["content"]
 
     assert asyncio.run(scenario()) == "from the pool"
     tenants = Tenants(EnginePool(pool.path), {})
@@ -139,20 +135,13 @@ def test_a_user_has_so_many_requests_at_once_whatever_campaigns_they_are_of(
     assert records[0]["key"] != records[1]["key"]
     owner = servers.record(0)
 
-    async def ask(record: dict[str, Any]) -> None:
-        pin = aiohttp.Fingerprint(bytes.fromhex(record["tls_fingerprint"]))
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {record['key']}"}) as session:
-            body = {"messages": conversation("hello")}
-            async with session.post(record["url"] + "/v1/chat/completions", json=body, ssl=pin) as answer:
-                assert answer.status == 200, await answer.text()
-
     async def scenario() -> float:
         began = time.monotonic()
-        await asyncio.gather(*(ask(record) for record in records * 4))
+        assert await asyncio.gather(*(chat(record, record["key"]) for record in records * 4)) == [200] * 8
         return time.monotonic() - began
 
     assert asyncio.run(scenario()) >= 0.2 * 8 / 2  # eight requests, two at once
-    asyncio.run(ask(owner))
+    assert asyncio.run(chat(owner, owner["key"])) == 200
 
 
 def test_a_members_file_speaks_for_its_owner_alone(pool: RunDir, tmp_path: Path) -> None:
@@ -193,7 +182,7 @@ def test_every_user_has_the_limit_and_an_engine_has_its_own(tmp_path: Path) -> N
 
 
 MEMBER = """
-import http.client, json, os, pathlib, ssl, sys
+import http.client, json, os, pathlib, ssl, sys, time
 told = json.load(sys.stdin)
 sys.path.insert(0, told["package"])
 from megaflow_hpc.rundir.engine_pool import EnginePool, digest_of
@@ -215,7 +204,9 @@ else:
     for _ in range(told["requests"]):  # all are with the proxy before the first answer is read
         asked.append(http.client.HTTPSConnection(host, int(port), timeout=60, context=ssl._create_unverified_context()))
         asked[-1].request("POST", "/v1/chat/completions", body, {"Authorization": "Bearer " + key})
+    began = time.monotonic()
     said = {"status": [connection.getresponse().status for connection in asked]}
+    said["waited"] = [began, time.monotonic()]
 print(json.dumps({"uid": os.stat("/proc/self").st_uid, **said}))
 """
 
@@ -238,30 +229,29 @@ def test_one_user_floods_a_pool_and_another_of_its_group_is_served_all_the_same(
     assert len(set(EnginePool(servers.run.path).users().values())) == 2
 
     async def scenario() -> int:
-        answered, first = 0, asyncio.Event()
+        answered: list[float] = []
+        first = asyncio.Event()
         headers = {"Authorization": f"Bearer {record['key']}"}
         pin = aiohttp.Fingerprint(bytes.fromhex(record["tls_fingerprint"]))
         async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as session:
 
             async def flood() -> None:
-                nonlocal answered
                 while True:
                     body = {"messages": conversation("hello")}
                     async with session.post(record["url"] + "/v1/chat/completions", json=body, ssl=pin) as answer:
                         assert answer.status == 200, await answer.text()
-                    answered += 1
+                    answered.append(time.monotonic())
                     first.set()
 
             tasks = [asyncio.create_task(flood()) for _ in range(100)]
             await first.wait()
-            before = answered
             few = {**told, "what": "ask", "requests": 10}
             said = await asyncio.to_thread(as_second_user, MEMBER, few, member=True, python=sys.executable)
-            between = answered - before
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         assert said["status"] == [200] * 10
-        return between
+        began, ended = said["waited"]  # by the clock that all processes share
+        return sum(began < when < ended for when in answered)
 
     assert asyncio.run(scenario()) < 50, "in the engine's own order all of the flood goes before"

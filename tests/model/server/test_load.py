@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-import aiohttp
 import pytest
 
 from megaflow_hpc.model.server.proxy import QUEUE_METRIC
 from megaflow_hpc.slurm.accounting import JobState
-from tests.support.serving import Servers, conversation
+from tests.support.serving import Servers, chat
 
 QUICKLY = ("--poll-s", "0.2", "--beat-s", "1")
 
@@ -30,25 +29,18 @@ def test_a_server_tells_how_many_wait_for_it(servers: Servers) -> None:
     servers.script({"default": [{"text": "slow", "delay_s": 0.5}]}, "default", *QUICKLY, slots=1)
     record = servers.record(0)
 
-    async def ask(session: aiohttp.ClientSession) -> None:
-        pin = aiohttp.Fingerprint(bytes.fromhex(record["tls_fingerprint"]))
-        body = {"messages": conversation("hello")}
-        async with session.post(record["url"] + "/v1/chat/completions", json=body, ssl=pin) as answer:
-            assert answer.status == 200
-
     async def scenario() -> dict[str, float]:
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {record['key']}"}) as session:
-            over = asyncio.Event()
+        over = asyncio.Event()
 
-            async def keep_asking() -> None:
-                while not over.is_set():
-                    await ask(session)
+        async def keep_asking() -> None:
+            while not over.is_set():
+                assert await chat(record, record["key"]) == 200
 
-            asking = [asyncio.create_task(keep_asking()) for _ in range(6)]
-            found = await asyncio.to_thread(servers.await_load, 0, 5)
-            over.set()
-            await asyncio.gather(*asking)
-            return found
+        asking = [asyncio.create_task(keep_asking()) for _ in range(6)]
+        found = await asyncio.to_thread(servers.await_load, 0, 5)
+        over.set()
+        await asyncio.gather(*asking)
+        return found
 
     found = asyncio.run(scenario())
     assert found["in_flight"] >= 5

@@ -9,14 +9,13 @@ import ssl
 import threading
 from pathlib import Path
 
-import aiohttp
 import pytest
 
 from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
 from megaflow_hpc.model.engines.scripted.script import Script
 from megaflow_hpc.model.server.proxy import MODEL_PATHS
 from tests.support.second_user import as_second_user
-from tests.support.serving import Servers, conversation, descendants, listeners
+from tests.support.serving import Servers, call, conversation, descendants, listeners
 
 INTRUDER = """
 import http.client, json, os, socket, ssl, sys
@@ -144,11 +143,7 @@ def test_who_takes_a_dead_engines_port_gets_not_one_byte_of_key_or_prompt(
     async def scenario() -> None:
         async with servers.gateway(wait_s=1) as gateway:
             model = await gateway.open("t/default/0", "default")
-            headers = {"Authorization": f"Bearer {model.api_key}"}
-            async with aiohttp.ClientSession(headers=headers) as session:
-                body = {"messages": conversation("a secret prompt")}
-                async with session.post(model.base_url + "/chat/completions", json=body) as answer:
-                    assert answer.status == 503
+            assert (await call(model, {"messages": conversation("a secret prompt")}))[0] == 503
 
     asyncio.run(scenario())
     squatter.listener.close()

@@ -34,14 +34,30 @@ ANSWER = {"default": ["fine"]}
 SLOW = {"tasks": [{"when": "hello", "answers": [{"text": "late", "delay_s": 1.5}]}]}
 
 
-def test_it_registers_once_it_completes_and_unregisters_when_told(servers: Servers) -> None:
+def test_it_registers_answers_listed_paths_with_the_key_alone_and_unregisters_when_told(servers: Servers) -> None:
     servers.script(ANSWER)
     record = servers.record(0)
     assert record["server"] == "default.0"
     assert record["heartbeat"] == 1
     assert len(record["tls_fingerprint"]) == 64
     assert stat.S_IMODE(servers.file(0).stat().st_mode) == 0o600
-    assert asyncio.run(chat(record, record["key"])) == 200
+
+    async def scenario() -> None:
+        for key in (None, "", "wrong", record["key"][:-1]):
+            assert await chat(record, key) == 401
+            assert await ask(record, "GET", "/health", key) == 401
+        key = record["key"]
+        for method, path in (("GET", "/docs"), ("POST", "/collective_rpc"), ("GET", "/v1/chat/completions")):
+            assert await ask(record, method, path, key) == 404
+        assert await ask(record, "GET", "/v1/../docs", key) == 404
+        assert await ask(record, "GET", "/v1/models", key) == 200
+        assert await chat(record, key) == 200
+
+    asyncio.run(scenario())
+    assert listeners(servers.processes[0].pid)[0] == [int(record["url"].rpartition(":")[2])]
+    tree = [servers.processes[0].pid, *descendants(servers.processes[0].pid)]
+    assert len(tree) >= 3
+    assert record["key"] not in "".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in tree)
     servers.signal(0, signal.SIGTERM)
     assert servers.processes[0].wait(15) == 0
     assert not list(servers.run.endpoints.iterdir())
@@ -76,27 +92,6 @@ def test_what_is_in_flight_is_answered_before_it_leaves(servers: Servers, which:
 
     assert asyncio.run(scenario()) == 200
     assert servers.processes[0].wait(15) == 0
-
-
-def test_nothing_but_listed_paths_of_the_proxy_answers_and_only_with_the_key(servers: Servers) -> None:
-    servers.script(ANSWER)
-    record = servers.record(0)
-
-    async def scenario() -> None:
-        for key in (None, "", "wrong", record["key"][:-1]):
-            assert await chat(record, key) == 401
-            assert await ask(record, "GET", "/health", key) == 401
-        key = record["key"]
-        for method, path in (("GET", "/docs"), ("POST", "/collective_rpc"), ("GET", "/v1/chat/completions")):
-            assert await ask(record, method, path, key) == 404
-        assert await ask(record, "GET", "/v1/../docs", key) == 404
-        assert await ask(record, "GET", "/v1/models", key) == 200
-
-    asyncio.run(scenario())
-    assert listeners(servers.processes[0].pid)[0] == [int(record["url"].rpartition(":")[2])]
-    tree = [servers.processes[0].pid, *descendants(servers.processes[0].pid)]
-    assert len(tree) >= 3
-    assert record["key"] not in "".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in tree)
 
 
 def test_a_crashed_engine_is_started_again(servers: Servers) -> None:

@@ -23,9 +23,9 @@ from megaflow_hpc.training import dataflow
 from megaflow_hpc.training.bridges import prime_rl
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.plan import Commit, StepPlan, TrainingFiles
-from tests.support.bridges import TRAINING, first_step, meanwhile, pods
+from tests.support.bridges import TRAINING, first_step
 from tests.support.tensors import safetensors
-from tests.support.training import training_run
+from tests.support.training import Pods, meanwhile, training_run
 
 COMMIT = "559b44772e471d1538537b8805cc77f3824a5e64"
 """Commit of github.com/PrimeIntellect-ai/prime-rl whose src/prime_rl/transports/rollouts/types.py was read."""
@@ -105,7 +105,7 @@ def test_the_fields_are_those_of_the_pinned_source_in_their_order() -> None:
 
 def test_every_step_reaches_their_trainer_and_its_weights_become_the_next_version(tmp_path: Path) -> None:
     run, output = training_run(tmp_path / "run", TRAINING, tasks=3, samples=4), tmp_path / "prime"
-    own, trainer = pods(run), Trainer(output, ranks=2)
+    own, trainer = Pods(run), Trainer(output, ranks=2)
     with meanwhile(own.work, trainer.step):
         assert serve(run, output, "--ranks", "2") == 0
     assert len(trainer.received) == 3
@@ -157,7 +157,7 @@ def test_killed_at_any_instant_it_publishes_each_broadcast_once_and_hands_over_n
     steps, draw = 6, random.Random(1)
     run = training_run(tmp_path / "run", {**TRAINING, "steps": steps}, tasks=4, samples=3)
     output = tmp_path / "prime"
-    own, trainer = pods(run), Trainer(output)
+    own, trainer = Pods(run), Trainer(output)
     kills = 0
     with meanwhile(own.work, trainer.step):
         while True:
@@ -188,7 +188,7 @@ def test_killed_at_any_instant_it_publishes_each_broadcast_once_and_hands_over_n
 
 def test_notes_that_a_bridge_left_when_it_died_after_the_last_step_are_removed_by_the_next(tmp_path: Path) -> None:
     run, output = training_run(tmp_path / "run", {**TRAINING, "steps": 1}), tmp_path / "prime"
-    own, trainer = pods(run), Trainer(output)
+    own, trainer = Pods(run), Trainer(output)
     with meanwhile(own.work, trainer.step):
         assert serve(run, output) == 0
     kept = TrainingFiles(run, "default").checkpoints
@@ -267,7 +267,7 @@ def test_files_of_another_run_are_never_written_over(tmp_path: Path, capsys: pyt
     run, output = training_run(tmp_path / "run", TRAINING), tmp_path / "prime"
     (output / "rollouts" / "step_1").mkdir(parents=True)
     (output / "rollouts" / "step_1" / "rank_0.bin").write_bytes(b"\x90")
-    own = pods(run)
+    own = Pods(run)
     with meanwhile(own.work):
         assert serve(run, output) == 2
     assert "give each run its own --output" in capsys.readouterr().err
@@ -281,7 +281,7 @@ def test_an_output_in_a_directory_that_is_not_there_is_refused(tmp_path: Path) -
 
 def test_what_was_begun_with_other_ranks_is_not_gone_on_with(tmp_path: Path) -> None:
     run, output = training_run(tmp_path / "run", {**TRAINING, "steps": 1}), tmp_path / "prime"
-    own, trainer = pods(run), Trainer(output)
+    own, trainer = Pods(run), Trainer(output)
     with meanwhile(own.work, trainer.step):
         assert serve(run, output) == 0
     assert serve(run, output) == 0  # nothing is left to do

@@ -21,7 +21,6 @@ warnings.simplefilter("ignore")
 import torch
 from launchers.tiny_model import make
 from megaflow_hpc.config.training import TrainingConfig
-from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import write_blocks
 from megaflow_hpc.rundir import amendments
 from megaflow_hpc.rundir.layout import RunDir
@@ -30,6 +29,8 @@ from megaflow_hpc.training.bridges import trl
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.trainer.losses import Loss, Tokens, policy_loss
 from megaflow_hpc.training.trainer.model import load
+from tests.support.hash_trainer import watched
+from tests.support.trainer_scripts import furthest, refusal, same
 from tests.support.training import Pods, rollouts, training_run
 
 torch.set_num_threads(1)
@@ -141,8 +142,8 @@ result["train"] = {
     "ordinals": [[v.ordinal for v in m] for m in (made, made_again)],
     "steps": [[line["step"] for line in ls] for ls in (lines, lines_again)],
     "metrics": lines[-1],
-    "equal": all(torch.equal(last[name], last_again[name]) for name in last),
-    "moved": max((last[name] - first[name]).abs().max().item() for name in first),
+    "equal": same(last, last_again),
+    "moved": furthest(last, first),
     "pickles": [str(path) for path in flow.run.weights.rglob("*.bin")],
     "checkpoints": [flow.files.committed(with_checkpoint=True).checkpoint,
                     sorted(p.name for p in (flow.run.path / "out").glob("checkpoint-*"))],
@@ -152,7 +153,7 @@ flow, made, lines = learned("skipping", [None], lambda flow: amendments.skip(flo
 one, two, three = (parameters(flow.run.weights / str(version.version)) for version in made)
 result["skipped"] = {
     "steps": [line["step"] for line in lines],
-    "moved": [any(not torch.equal(a[name], b[name]) for name in a) for a, b in ((one, two), (two, three))],
+    "moved": [not same(one, two), not same(two, three)],
 }
 
 
@@ -160,34 +161,19 @@ def lease_after(stop):
     """Who holds a campaign open that was trained on for so many optimizer steps of three."""
     fields = {"staleness": 0, "batch": 2, "steps": 3, "policies": {"default": {"dtype": "float32"}}}
     run = training_run(root / f"asked-{stop}", fields, tasks=2, model=model)
-    flow, pods = Dataflow(run, say=lambda text: None), Pods(run, lambda rollout: rollout.sample_index / 3)
-    keep = flow.planning.control.keep
-
-    def kept(*given):  # the pods answer as soon as they are asked
-        keep(*given)
-        pods.work()
-
-    flow.planning.control.keep = kept
+    flow = watched(run, Pods(run, lambda rollout: rollout.sample_index / 3))
     trainer_of(flow, max_steps=stop).train()
     return sorted(path.name for path in (run.path / "ledger" / "open").iterdir()), flow.files.committed().step
 
 
 result["leases"] = [lease_after(2), lease_after(3)]
-result["refused"] = []
-for wrong in (
+result["refused"] = [refusal(wrong) for wrong in (
     lambda: trl.arguments(flow_of("m2po", loss={"kind": "m2po"}), root),
     lambda: trainer_of(flow_of("beta"), beta=0.1),
     lambda: trainer_of(flow_of("accumulation"), gradient_accumulation_steps=2),
-):
-    try:
-        wrong()
-    except ConfigError as error:
-        result["refused"].append(str(error))
+)]
 trl.importlib.metadata.version = lambda name: "1.17.0"
-try:
-    trl._check_version()
-except ConfigError as error:
-    result["refused"].append(str(error))
+result["refused"].append(refusal(trl._check_version))
 print(json.dumps(result))
 '''
 
@@ -232,7 +218,7 @@ torch.distributed.all_gather_object(everywhere, taken)
 torch.distributed.barrier()
 if not rank:
     print(json.dumps({
-        "apart": max((one[name] - two[name]).abs().max().item() for name in one),
+        "apart": furthest(two, one),
         "ordinals": [version.ordinal for version in made],
         "steps": [line["step"] for line in lines],
         "taken": everywhere,

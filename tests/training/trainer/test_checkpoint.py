@@ -18,6 +18,7 @@ from megaflow_hpc.rundir.safetensors import read_directory
 from megaflow_hpc.training.trainer import checkpoint
 from megaflow_hpc.training.trainer.model import ProcessGroup, join, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
+from tests.support.trainer_scripts import copies, furthest, refusal, same
 
 LORA = 1
 LENGTHS = [7, 12, 1, 9]
@@ -53,19 +54,6 @@ def train(optimizer, ranks, steps):
         optimizer.step()
 
 
-def whole(optimizer):
-    tensors = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in optimizer.tensors().items()}
-    return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def furthest(a, b):
-    return max(float((a[name] - b[name]).abs().max()) for name in a if name.startswith("master"))
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 CASES = {
     "full": ("tiny", "float32", None), "half": ("tied", "bfloat16", None), "lora": ("tiny", "float32", LORA)
 }
@@ -80,7 +68,7 @@ def resume(ranks, folder, case):
     train(optimizer, ranks, (2, 3))  # while the checkpoint is written
     place = saving.finish()
     ranks.barrier()
-    through = whole(optimizer)
+    through = copies(optimizer.tensors())
     again, noise_again = go_on(ranks, place, case)
     return through, again, torch.equal(noise, noise_again)
 
@@ -91,14 +79,15 @@ def go_on(ranks, place, case):
     noise = torch.rand(3)
     train(optimizer, ranks, (2, 3))
     assert optimizer.updates == 4
-    return whole(optimizer), noise
+    return copies(optimizer.tensors()), noise
 
 
 def error(call):
-    try:
-        call()
-    except MegaflowError as found:
-        return str(found)
+    return refusal(call, MegaflowError)
+
+
+def masters_apart(a, b):
+    return furthest(a, {name: tensor for name, tensor in b.items() if name.startswith("master")})
 
 
 class Late(ProcessGroup):
@@ -155,8 +144,8 @@ def main():
         for case in CASES:
             one = resume(alone, Path(f"one-{case}"), case)
             result[f"exact {case}"] = [same(*one[:2]), one[2], same(*two[case][:2]), two[case][2]]
-            result[f"2 to 1 {case}"] = furthest(go_on(alone, Path(f"two-{case}/2"), case)[0], two[case][0])
-            result[f"1 and 2 {case}"] = furthest(one[0], two[case][0])
+            result[f"2 to 1 {case}"] = masters_apart(go_on(alone, Path(f"two-{case}/2"), case)[0], two[case][0])
+            result[f"1 and 2 {case}"] = masters_apart(one[0], two[case][0])
             two[f"one {case}"] = one
             optimizer = start(alone, *CASES[case])
             train(optimizer, alone, (0, 1))
@@ -177,7 +166,7 @@ def main():
     for case in CASES:
         ended = go_on(ranks, Path(f"one-{case}/2"), case)[0]
         if ranks.first:
-            result[f"1 to 2 {case}"] = furthest(ended, two[f"one {case}"][0])
+            result[f"1 to 2 {case}"] = masters_apart(ended, two[f"one {case}"][0])
 
     if not ranks.first:
         Path("export-blocked").mkdir()

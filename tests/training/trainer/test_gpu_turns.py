@@ -19,6 +19,7 @@ from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.trainer.loop import TrainingLoop
 from megaflow_hpc.training.trainer.model import ProcessGroup, join, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
+from tests.support.trainer_scripts import copies, same
 from tests.support.training import Pods, training_run
 
 LORA = 1
@@ -67,8 +68,7 @@ def ends(ranks, case, moves):
         logprobs, _ = optimizer.policy(tokens, positions, [0, 7, 12], (positions > 0).nonzero()[:, 0])
         (logprobs * torch.randn(12, generator=noise)).sum().backward()
         optimizer.step()
-    found = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in optimizer.tensors().items()}
-    return {name: tensor.clone() for name, tensor in found.items()}, left and len(before) > 20 if moves else left
+    return copies(optimizer.tensors()), left and len(before) > 20 if moves else left
 
 
 class Server(threading.Thread):
@@ -101,7 +101,7 @@ def shared(name, ranks):
             {"policies": {"default": {"dtype": "float32"}}, "batch": 2, "staleness": 0, "steps": 3},
             tasks=3, samples=4, model="tiny", slurm={"trainer": {"share": "sleep"}},
         )
-        pods = Pods(run, lambda rollout: float(rollout.sample_index % 2), lambda: current(run, "default").version)
+        pods = Pods(run)
         server = Server(run)
         (run.training / "default").mkdir(parents=True)
         server.start()
@@ -131,8 +131,7 @@ def main():
     for case in CASES:
         for who in (alone, ranks) if ranks.first else (ranks,):
             straight, moved = ends(who, case, 0)[0], ends(who, case, 1)
-            same = straight.keys() == moved[0].keys() and all(torch.equal(straight[n], moved[0][n]) for n in straight)
-            result[f"{case} {who.count}"] = [same, moved[1]]
+            result[f"{case} {who.count}"] = [same(straight, moved[0]), moved[1]]
     for who in (alone, ranks) if ranks.first else (ranks,):
         result[f"shared {who.count}"] = shared(f"shared-{who.count}", who)
     ranks.leave()

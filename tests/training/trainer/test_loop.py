@@ -4,45 +4,37 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import shutil
-import signal
-import subprocess
-import threading
-from pathlib import Path
 
 import pytest
 
 from megaflow_hpc.rundir.amendments import TRAINER, Amendments
-from megaflow_hpc.rundir.weights import current, versions
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.weights import versions
 from megaflow_hpc.training.plan import Commit, StepPlan, TrainingFiles
-from megaflow_hpc.trajectory import Trajectory
-from tests.support.places import ROOT
-from tests.support.torch_ranks import CLOSED, LOOPBACK, engine_python, run_ranks
-from tests.support.training import VOCABULARY, Pods, training_run
+from tests.support.tensors import raw_tensors
+from tests.support.torch_ranks import LOOPBACK, run_ranks
+from tests.support.training import VOCABULARY
 
 pytestmark = pytest.mark.slow  # each waits for several starts of torch
 
 SCRIPT = r'''
-import functools, json, math, shutil, threading, time
+import functools, json, math, shutil
 from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 from launchers.tiny_model import make
 from megaflow_hpc.config.training import TrainingConfig
-from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.rundir.weight_delta import put_together
-from megaflow_hpc.rundir.weight_source import base_of
 from megaflow_hpc.rundir.weights import current, versions
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.plan import Commit, StepPlan, TrainingFiles
-from megaflow_hpc.training.trainer import checkpoint, loop, losses
+from megaflow_hpc.training.trainer import loop, losses
 from megaflow_hpc.training.trainer.loop import TrainingLoop
 from megaflow_hpc.training.trainer.model import ProcessGroup, join, load
-from tests.support.training import Pods, training_run
+from tests.support.trainer_scripts import Engine, copies, furthest, refusal, train
+from tests.support.training import by_index, meanwhile, training_run
 
 # With the preset epsilon, rounding decides which way a gradient of nearly nothing moves a weight.
 loop.Optimizer = functools.partial(loop.Optimizer, eps=1e-4)
@@ -56,70 +48,12 @@ def training(**policy):
     return {**TRAINING, "policies": {"default": {**TRAINING["policies"]["default"], **policy}}}
 
 
-def reward(rollout):
-    return float(rollout.sample_index % 2)
-
-
 def some_equal(rollout):
     """Gives all rollouts of one task the same reward, so that they have no advantage."""
     return 0.3 if rollout.task_id == "task-0" else 0.3 * (rollout.sample_index % 2)
 
 
-class Engine(Pods):
-    """Gives the log-probabilities of the weights that are published, as an engine would."""
-
-    def __init__(self, run, spoil=None, reward=reward):
-        super().__init__(run, reward, lambda: current(run, "default").version)
-        self._here, self._spoil, self._policies = run, spoil, {}
-        campaign = read_run(run).campaign
-        self._base = campaign["model"]["path"]
-        self._dtype = campaign["training"]["policies"]["default"]["dtype"]
-
-    def store(self, block, trajectory, epoch=0):
-        version = current(self._here, "default")
-        if version.version not in self._policies:
-            path = Path(version.path or self._base)
-            if (base := base_of(path)) is not None:
-                path = put_together(path, self._here.weights / str(base), self._here.path / f"whole-{version.version}")
-            self._policies[version.version] = load(path, self._dtype)
-        (one,) = trajectory.sequences
-        tokens = torch.tensor(one.tokens)
-        where = torch.tensor(one.loss_mask).nonzero()[:, 0]
-        with torch.no_grad():
-            told = self._policies[version.version](tokens, torch.arange(len(tokens)), [0, len(tokens)], where)[0]
-        for t in where.tolist():
-            one.logprobs[t] = float(told[t])
-        if self._spoil:
-            self._spoil(one)
-        super().store(block, trajectory, epoch)
-
-
-def at_work(run, spoil=None, reward=reward):
-    """Pods that sample whatever is asked for, until the event is set."""
-    engine, over = Engine(run, spoil, reward), threading.Event()
-
-    def work():
-        while not over.wait(0.05):
-            engine.work()
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return lambda: (over.set(), thread.join())
-
-
-def train(run, ranks, most=None, **options):
-    """Metrics by step, and the trainer."""
-    flow = Dataflow(run, rank=ranks.rank, ranks=ranks.count, say=lambda text: None, **options)
-    trainer, found = TrainingLoop(flow, ranks), []
-    for metrics in trainer.steps():
-        found.append(metrics)
-        if len(found) == most:
-            break
-    flow.leave()
-    return found, trainer
-
-
-def fresh(run, name, training=None):
+def fresh(run, name):
     """A copy whose plans and rollouts are there and whose steps are not trained."""
     copy = RunDir(Path(name))
     shutil.copytree(run.path, copy.path)
@@ -129,29 +63,14 @@ def fresh(run, name, training=None):
 
 
 def parameters(trainer):
-    whole = {n: m.full_tensor() if hasattr(m, "full_tensor") else m for n, m in trainer.optimizer.masters.items()}
-    return {name: tensor.detach().clone() for name, tensor in whole.items()}
+    return copies(trainer.optimizer.masters)
 
 
-def furthest(a, b):
-    return max(float((a[name] - b[name]).abs().max()) for name in b)
-
-
-def error(call):
-    try:
-        call()
-    except ConfigError as found:
-        return str(found)
-
-
-def spoil(run_name, how, alone, **policy):
+def spoil(run_name, how, alone):
     """The error of training on spoiled rollouts, the commits, and whether anything was published."""
-    run = training_run(Path(run_name), training(**policy), tasks=2, samples=4, model="tiny")
-    stop = at_work(run, how)
-    try:
-        told = error(lambda: train(run, alone))
-    finally:
-        stop()
+    run = training_run(Path(run_name), training(), tasks=2, samples=4, model="tiny")
+    with meanwhile(Engine(run, spoil=how).work):
+        told = refusal(lambda: train(run, alone))
     files = TrainingFiles(run, "default")
     return [told, files.numbers(Commit), len(versions(run)), list(files.checkpoints.iterdir())]
 
@@ -159,12 +78,11 @@ def spoil(run_name, how, alone, **policy):
 def broken(run_name, alone):
     """The same of a model that has diverged."""
     run = training_run(Path(run_name), training(), tasks=2, samples=4, model="tiny")
-    stop = at_work(run)
     trainer = TrainingLoop(Dataflow(run, say=lambda text: None), alone)
     with torch.no_grad():
         next(iter(trainer.optimizer.masters.values())).fill_(math.nan)
-    told = error(lambda: list(trainer.steps()))
-    stop()
+    with meanwhile(Engine(run).work):
+        told = refusal(lambda: list(trainer.steps()))
     files = TrainingFiles(run, "default")
     return [told, files.numbers(Commit), len(versions(run)), list(files.checkpoints.iterdir())]
 
@@ -176,9 +94,8 @@ def deltas(result, alone):
     half.save_pretrained("half")
     policy = training(dtype="bfloat16", optimizer={"lr": 1e-6})
     run = training_run(Path("delta"), {**policy, "publish_delta": True}, 3, 4, "half")
-    stop = at_work(run)
-    metrics, trainer = train(run, alone)
-    stop()
+    with meanwhile(Engine(run).work):
+        metrics, trainer = train(run, alone)
     found = versions(run)
     result["delta versions"] = [version.version for version in found]
     result["delta bytes"] = [
@@ -203,9 +120,8 @@ def without_advantage(result, ends, run, alone):
     ]
     one_step = {**training(), "steps": 1}
     equal = training_run(Path("equal"), one_step, tasks=3, samples=4, model="tiny", pass_threshold=0.5)
-    stop = at_work(equal, set_far, lambda rollout: 0.5)
-    metrics, trainer = train(equal, alone)
-    stop()
+    with meanwhile(Engine(equal, lambda rollout: 0.5, set_far).work):
+        metrics, trainer = train(equal, alone)
     moved = furthest(parameters(trainer), dict(load("tiny", "float32").trained()))
     result["equal"] = [metrics, moved, trainer._compared]
 
@@ -235,9 +151,8 @@ def main():
         make(Path("tiny"))
         for name, policy in cases.items():
             run = runs[name] = training_run(Path(name), training(**policy), tasks=3, samples=4, model="tiny")
-            stop = at_work(run, reward=some_equal if name == "some" else reward)
-            metrics, trainer = train(run, alone)
-            stop()
+            with meanwhile(Engine(run, some_equal if name == "some" else by_index).work):
+                metrics, trainer = train(run, alone)
             result[f"metrics {name}"] = metrics
             ends[name] = parameters(trainer)
         run = runs["plain"]
@@ -265,15 +180,15 @@ def main():
         result["far"] = spoil("far", set_far, alone)
         make(Path("deep"), layers=3)
         other = training_run(Path("other"), training(base="deep"), tasks=2, samples=2, model="tiny")
-        result["other"] = error(lambda: train(other, alone))
+        result["other"] = refusal(lambda: train(other, alone))
         shutil.copytree("tiny", "swapped")
         tokenizer = Path("swapped/tokenizer.json")
         tokenizer.write_text(tokenizer.read_text().replace('"a": 97', '"a": 98').replace('"b": 98', '"b": 97'))
         swapped = training_run(Path("words"), training(base="swapped"), tasks=2, samples=2, model="tiny")
         result["words"] = [tokenizer.read_text() == Path("tiny/tokenizer.json").read_text()]
-        result["words"].append(error(lambda: train(swapped, alone)))
+        result["words"].append(refusal(lambda: train(swapped, alone)))
         missing = training_run(Path("missing"), training(), tasks=2, samples=2, model="nowhere")
-        result["missing"] = error(lambda: train(missing, alone))
+        result["missing"] = refusal(lambda: train(missing, alone))
         for name in cases:
             fresh(runs[name], f"two-{name}")
             fresh(runs[name], f"shared-{name}")
@@ -405,141 +320,129 @@ def test_rollouts_that_cannot_be_trained_on_change_nothing(found):
     assert "nowhere: has no config.json" in found["missing"]
 
 
-class Uniform(Pods):
-    """Samples uniformly, which is close to the distribution of the tiny model."""
+COMMAND = r'''
+import json, os, shutil, signal, sys, time
+from pathlib import Path
+import torch
+from launchers.tiny_model import make
+from megaflow_hpc.training.plan import TrainingFiles
+from megaflow_hpc.training.trainer import __main__ as trainer
+from tests.support.kills import start, status_of
+from tests.support.training import Uniform, training_run
 
-    def store(self, block: int, trajectory: Trajectory, epoch: int = 0) -> None:
-        (one,) = trajectory.sequences
-        for t, sampled in enumerate(one.loss_mask):
-            if sampled:
-                one.logprobs[t] = -math.log(VOCABULARY)
-        super().store(block, trajectory, epoch)
-
-
-def tensors(path: Path) -> dict[str, bytes]:
-    """Return the tensors of a safetensors file."""
-    data = path.read_bytes()
-    size = 8 + int.from_bytes(data[:8], "little")
-    about = json.loads(data[8:size])
-    places = {name: tensor["data_offsets"] for name, tensor in about.items() if name != "__metadata__"}
-    return {name: data[size + begin : size + end] for name, (begin, end) in places.items()}
+torch.set_num_threads(1)
 
 
-def test_the_command_goes_on_after_sigkill_and_sigterm_bit_by_bit(tmp_path: Path, tiny_model: Path) -> None:
-    training = {
-        "policies": {"default": {"dtype": "float32", "optimizer": {"lr": 1e-4}}},
-        "batch": 2,
-        "staleness": 0,
-        "steps": 6,
-        "checkpoint_every": 2,
-    }
-    run = training_run(tmp_path / "run", training, tasks=3, samples=4, model=str(tiny_model))
-    pods = Uniform(run, lambda rollout: float(rollout.sample_index % 2), lambda: current(run, "default").version)
+def command(run, log, *options):
+    def child():
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        status = trainer.main([str(run.path), *options])
+        sys.stdout.flush()
+        return status
+    return start(child)
 
-    def start(*options: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [engine_python(), "-m", "megaflow_hpc.training.trainer", str(run), *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
 
-    def steps(trainer: subprocess.Popen[str], last: int) -> list[int]:
-        """Read the lines of steps up to a given one."""
-        found: list[int] = []
-        assert trainer.stdout is not None
-        for line in trainer.stdout:
-            found.append(int(json.loads(line)["step"]))
-            if found[-1] == last:
-                break
-        return found
+def ended(processes, pods):
+    """Lets pods work until all have ended; returns their statuses."""
+    found, limit = {}, time.monotonic() + 200
+    while len(found) < len(processes):
+        assert time.monotonic() < limit, found
+        pods.work()
+        for process in processes:
+            if process not in found and (status := status_of(process)) is not None:
+                found[process] = status
+        time.sleep(0.01)
+    return [found[process] for process in processes]
 
-    over = threading.Event()
-    at_work = threading.Thread(target=lambda: [pods.work() for _ in iter(lambda: over.wait(0.05), True)])
-    at_work.start()
-    try:
-        trainer = start("--json")
-        assert steps(trainer, 3) == [1, 2, 3]
-        trainer.kill()
-        trainer.communicate()
 
-        trainer = start("--json")
-        resumed = steps(trainer, 4)
-        assert resumed in ([3, 4], [1, 2, 3, 4])  # the second if the checkpoint of step 2 was not durable yet
-        trainer.send_signal(signal.SIGTERM)
-        _, said = trainer.communicate(timeout=120)
-        assert trainer.returncode == 75, said
+def steps(process, log, last, pods):
+    """Lets pods work until a step is printed; returns the steps up to it."""
+    while True:
+        pods.work()
+        lines = Path(log).read_text().splitlines(True) if Path(log).exists() else []
+        done = [json.loads(line)["step"] for line in lines if line[0] == "{" and line[-1] == "\n"]
+        if last in done:
+            return done[: done.index(last) + 1]
+        assert status_of(process) is None, lines
+        time.sleep(0.01)
 
-        trainer = start("--json")
-        assert steps(trainer, 6)[-1] == 6
-        trainer.communicate(timeout=120)
-        assert trainer.returncode == 0
-    finally:
-        over.set()
-        at_work.join()
+
+def interrupted():
+    policies = {"default": {"dtype": "float32", "optimizer": {"lr": 1e-4}}}
+    training = {"policies": policies, "batch": 2, "staleness": 0, "steps": 6, "checkpoint_every": 2}
+    run = training_run(Path("run"), training, tasks=3, samples=4, model="tiny")
+    files, pods = TrainingFiles(run, "default"), Uniform(run)
+    process = command(run, "killed", "--json")
+    found = {"killed": steps(process, "killed", 3, pods)}
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    process = command(run, "stopped", "--json")
+    found["stopped"] = steps(process, "stopped", 4, pods)
+    os.kill(process, signal.SIGTERM)
+    found["statuses"] = ended([process], pods) + ended([command(run, "resumed", "--json")], pods)
+    shutil.copytree(files.checkpoints / "6", "ended")
+    for folder in ("commits", "checkpoints"):
+        shutil.rmtree(files.path / folder)
+    found["statuses"] += ended([command(run, "again")], pods)
+    return found
+
+
+def stuck():
+    """Two ranks, one of which is out of memory."""
+    policies = {"default": {"dtype": "float32", "microbatch": 64, "optimizer": {"lr": 1e-4}}}
+    training = {"policies": policies, "batch": 2, "staleness": 0, "steps": 1}
+    run = training_run(Path("stuck"), training, tasks=2, samples=4, model="tiny")
+
+    def backward(*_):
+        if os.environ["RANK"] == "1":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        while True:  # as in a collective operation of NCCL, which does not notice that another rank has ended
+            time.sleep(1)
+
+    torch.Tensor.backward = backward
+    processes = []
+    for rank in ("0", "1"):
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+        processes.append(command(run, f"rank-{rank}"))
+    return ended(processes, Uniform(run))
+
+
+make(Path("tiny"))
+result = interrupted()
+os.environ.update(json.loads(sys.argv[1]), MEGAFLOW_TRAINER_STORE=f"file://{Path('store').absolute()}")
+print(json.dumps({**result, "stuck": stuck()}))
+'''
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory):
+    """The working directory of the command's starts, and what came of them."""
+    folder = tmp_path_factory.mktemp("commands")
+    return folder, run_ranks(COMMAND, folder, json.dumps(LOOPBACK))
+
+
+def test_the_command_goes_on_after_sigkill_and_sigterm_bit_by_bit(commands):
+    folder, found = commands
+    assert found["killed"] == [1, 2, 3]
+    assert found["stopped"] in ([3, 4], [1, 2, 3, 4])  # the second if the checkpoint of step 2 was not durable yet
+    assert found["statuses"] == [75, 0, 0]
+    run = RunDir(folder / "run")
     files = TrainingFiles(run, "default")
     assert files.numbers(StepPlan) == files.numbers(Commit) == [1, 2, 3, 4, 5, 6]
     assert [version.token for version in versions(run)][-1] == "step-000006"
-    (shard,) = (files.checkpoints / "6").glob("*.safetensors")
-    ended = tensors(shard)
+    ended, again = (raw_tensors(*place.glob("*.safetensors")) for place in (folder / "ended", files.checkpoints / "6"))
     assert len(ended) > 60
-
-    for folder in ("commits", "checkpoints"):
-        shutil.rmtree(files.path / folder)
-    trainer = start()
-    said, _ = trainer.communicate(timeout=120)
-    assert trainer.returncode == 0
-    last = said.splitlines()[-1]
+    assert [name for name in ended.keys() | again.keys() if ended.get(name) != again.get(name)] == []
+    last = (folder / "again").read_text().splitlines()[-1]
     assert last.startswith("step 6/6: reward 0.500, passed 50%, staleness 0.0")
     assert re.search(r"tokens/s, [\d.]+ s \(wait \d+%, checkpoint \d+%, publish \d+%\)$", last)
-    again = tensors(shard)
-    assert [name for name in ended.keys() | again.keys() if ended.get(name) != again.get(name)] == []
 
 
-STUCK = """
-import os, sys, time
-import torch
-from megaflow_hpc.training.trainer import __main__ as trainer
-
-def backward(*_):
-    if os.environ["RANK"] == "1":
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
-    while True:  # as in a collective operation of NCCL, which does not notice that another rank has ended
-        time.sleep(1)
-
-torch.Tensor.backward = backward
-sys.exit(trainer.main(sys.argv[1:]))
-"""
-
-
-def test_no_rank_waits_for_one_that_is_out_of_memory(tmp_path: Path, tiny_model: Path) -> None:
-    training = {
-        "policies": {"default": {"dtype": "float32", "microbatch": 64, "optimizer": {"lr": 1e-4}}},
-        "batch": 2,
-        "staleness": 0,
-        "steps": 1,
-    }
-    run = training_run(tmp_path / "run", training, tasks=2, samples=4, model=str(tiny_model))
-    pods = Uniform(run, lambda rollout: float(rollout.sample_index % 2))
-    (tmp_path / "stuck.py").write_text(STUCK)
-    ranks = ["-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", *CLOSED]
-    own = {"MEGAFLOW_TRAINER_STORE": f"file://{tmp_path}/store", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "260", **LOOPBACK}
-    over = threading.Event()
-    at_work = threading.Thread(target=lambda: [pods.work() for _ in iter(lambda: over.wait(0.05), True)])
-    at_work.start()
-    try:
-        done = subprocess.run(
-            [engine_python(), *ranks, f"--rdzv-endpoint={tmp_path}/meeting", str(tmp_path / "stuck.py"), str(run)],
-            capture_output=True,
-            text=True,
-            timeout=200,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **own},
-        )
-    finally:
-        over.set()
-        at_work.join()
-    assert re.findall(r"exitcode *: (\d+) \(pid", done.stderr) == ["76", "76"], done.stderr[-4000:]
-    (amendment,) = Amendments(run, "default").read()
+def test_no_rank_waits_for_one_that_is_out_of_memory(commands):
+    folder, found = commands
+    assert found["stuck"] == [76, 76], (folder / "rank-0").read_text()[-4000:]
+    (amendment,) = Amendments(RunDir(folder / "stuck"), "default").read()
     assert (amendment.step, amendment.by) == (1, TRAINER)
     assert 0 < (amendment.microbatch or 0) <= 32

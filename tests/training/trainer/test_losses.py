@@ -51,9 +51,9 @@ from types import SimpleNamespace
 warnings.simplefilter("ignore")
 import torch
 from launchers.tiny_model import make
-from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.training.trainer import losses
+from megaflow_hpc.training.trainer import recipes
 from megaflow_hpc.training.trainer.losses import Loss, Tokens, add, policy_loss, report, second_moment_limit
+from tests.support.trainer_scripts import refusal
 from tests.training.trainer import own_losses
 
 given = json.load(open(sys.argv[1]))
@@ -100,14 +100,14 @@ whole, _ = tokens(columns)
 limit = result["limit"] = second_moment_limit([whole], given["threshold"])
 result["limit_of_parts"] = second_moment_limit([tokens(columns, 0, 1)[0], tokens(columns, 1, 4)[0]], given["threshold"])
 result["limit_of_near"] = second_moment_limit([whole], 100.0)
+spoiled = {n: [v if m else float("nan") for v, m in zip(c, columns["mask"])] for n, c in columns.items()
+           if n in FLOATS or n in ("new", "entropies")}
 for kind, clip in given["kinds"].items():
     loss = Loss(kind, tuple(clip), importance="none", length=given["length"])
     result["kinds"][kind] = run(loss, columns, limit=limit)
     result["float32"][kind] = run(loss, columns, dtype=torch.float32, limit=limit)
     bonus = Loss(kind, tuple(clip), entropy=0.01, length=given["length"])
     result["parts"][kind] = [run(bonus, columns, p, limit=limit) for p in ([(0, 4)], [(0, 1), (1, 3), (4, 4), (3, 4)])]
-    spoiled = {n: [v if m else float("nan") for v, m in zip(c, columns["mask"])] for n, c in columns.items()
-               if n in FLOATS or n in ("new", "entropies")}
     result["nan"][kind] = run(bonus, {**columns, **spoiled}, limit=limit)
     result["same"][kind] = run(loss, {**columns, "proximal": columns["new"]}, limit=limit)
 for level in ("none", "token", "sequence"):
@@ -115,28 +115,18 @@ for level in ("none", "token", "sequence"):
 result["empty"] = run(Loss("gspo"), {**{n: [] for n in columns}, "offsets": [0]})
 result["refused"] = []
 for wrong in ({"kind": "pgo"}, {"kind": "ppo", "importance": "word"}, {"kind": "dr_grpo"}):
-    try:
-        Loss(**wrong)
-    except ConfigError as error:
-        result["refused"].append(str(error))
+    result["refused"].append(refusal(lambda: Loss(**wrong)))
 
-settings = {"positive": 1.0, "negative": 1.05}
-sapo = partial(own_losses.sapo, **settings)
-own = Loss(sapo, importance=own_losses.geometric, entropy=0.01)
-result["own"] = run(Loss(sapo, importance=own_losses.geometric), columns)
+own = Loss(own_losses.sapo, importance=recipes.geometric, entropy=0.01)
+result["own"] = run(Loss(own_losses.sapo, importance=recipes.geometric), columns)
 result["own whole"] = run(own, columns)
 result["own parts"] = run(own, columns, [(0, 1), (1, 3), (4, 4), (3, 4)])
-spoiled = {n: [v if m else float("nan") for v, m in zip(c, columns["mask"])] for n, c in columns.items()
-           if n in FLOATS or n in ("new", "entropies")}
 result["own nan"] = run(own, {**columns, **spoiled})
 result["broken"] = {}
 for name in ("only_a_loss", "by_token", "constant", "sums_by_token", "sums_of_text", "one_weight", "negative_weights"):
     function = getattr(own_losses, name)
     about = {"importance": function} if "weight" in name else {"kind": function}
-    try:
-        run(Loss(**{"kind": "dapo", **about}), columns)
-    except ConfigError as error:
-        result["broken"][name] = str(error)
+    result["broken"][name] = refusal(lambda: run(Loss(**{"kind": "dapo", **about}), columns))
 
 
 def pulls(kind):
@@ -223,11 +213,11 @@ for kind, (name, level, low, high) in {**given["trl"], "sapo": ("sapo", "token",
             oracle.use_vllm = False
             value.backward()
             gradient = [g for row, n in zip(new.grad.tolist(), given["lengths"]) for g in row[:n]]
-            importance = partial(own_losses.icepop, low=0.8, high=1.1) if mode == "token_mask" else mode
+            importance = partial(recipes.icepop, low=0.8, high=1.1) if mode == "token_mask" else mode
             how = {"importance": importance, "truncate": 1.1}
             how |= {"entropy": entropy, "length": given["length"]}
             clip = tuple(given["kinds"].get(kind, (0.2, 0.2)))
-            ours = run(Loss(sapo if kind == "sapo" else kind, clip, **how), single, dtype=torch.float32)
+            ours = run(Loss(recipes.sapo if kind == "sapo" else kind, clip, **how), single, dtype=torch.float32)
             result["trl"][f"{kind} {mode} {entropy}"] = {"loss": value.item(), "gradient": gradient, "ours": ours}
 print(json.dumps(result))
 '''
@@ -361,24 +351,16 @@ def test_loss_and_gradient_equal_those_of_trl_in_float32(results, kind, level, e
 
 def test_importance_levels_of_the_comparison_differ(results):
     for kind in TRL:
-        values = [
-            results["trl"][f"{kind} {level} 0.0"]["loss"] for level in ("none", "token", "sequence", "token_mask")
-        ]
+        levels = ("none", "token", "sequence", "token_mask")
+        values = [results["trl"][f"{kind} {level} 0.0"]["loss"] for level in levels]
         assert min(abs(a - b) for a, b in combinations(values, 2)) > 1e-5, kind
 
 
 @pytest.mark.parametrize("kind", ["grpo", "gspo", "dapo", "dr_grpo", "rloo"])
 def test_a_rollout_of_many_sequences_weighs_as_one_of_a_single_sequence(results, kind):
     """Two rollouts succeed with 240 tokens each, one of them in twelve sequences; two fail."""
-    assert results["pulls"][kind] == pytest.approx(
-        {
-            "grpo": [0.125, -0.125, 0.125, -0.125],
-            "gspo": [0.125, -0.125, 0.125, -0.125],
-            "dapo": [0.125, -0.125, 0.125, -0.125],
-            "dr_grpo": [240 / 4096 / 8, -240 / 4096 / 8, 240 / 4096 / 8, -240 / 4096 / 8],
-            "rloo": [30, -30, 30, -30],
-        }[kind]
-    )
+    pull = {"dr_grpo": 240 / 4096 / 8, "rloo": 30}.get(kind, 0.125)
+    assert results["pulls"][kind] == pytest.approx([pull, -pull, pull, -pull])
 
 
 def test_a_loss_and_weights_of_the_users_get_what_the_contract_promises(sample, results):

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.support.places import ROOT
-from tests.support.torch_ranks import engine_python, run_apart
+from tests.support.torch_ranks import run_apart, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -91,24 +88,21 @@ print(json.dumps(found))
 
 
 def test_flops_are_what_torch_counts(tmp_path: Path) -> None:
-    found = run_apart(COUNTED, tmp_path)
+    found = run_ranks(COUNTED, tmp_path)
     assert found == {name: pytest.approx(1, abs=0.01) for name in ("Qwen3-0.6B", "Qwen3-8B")}
 
 
-def test_predicted_memory_is_within_a_tenth_of_what_torch_counts() -> None:
+COMPARED = """
+import json
+from tests.bench.memory import compare, matrix
+cases = matrix(["Qwen3-0.6B", "Qwen3-30B-A3B"], [1, 8], [2048], False)
+print(json.dumps(list(compare(cases, layers=2))))
+"""
+
+
+def test_predicted_memory_is_within_a_tenth_of_what_torch_counts(tmp_path: Path) -> None:
     """``python -m tests.bench.memory`` compares whole models; here they have two layers and short rows."""
-    models = ["--model", "Qwen3-0.6B", "Qwen3-30B-A3B"]
-    sizes = ["--layers", "2", "--tokens", "2048", "--gpus", "1", "8"]
-    result = subprocess.run(
-        [engine_python(), "-m", "tests.bench.memory", "--json", *models, *sizes],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    cases = [json.loads(line) for line in result.stdout.splitlines()]
+    cases = run_ranks(COMPARED, tmp_path)
     assert len(cases) == 8
     off = {json.dumps(case): case["predicted"] / case["tracked"] - 1 for case in cases}
     assert {case: error for case, error in off.items() if abs(error) > 0.1} == {}

@@ -17,6 +17,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.trainer import layers, model as room
 from megaflow_hpc.training.trainer.model import ProcessGroup, join, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
+from tests.support.trainer_scripts import copies, distance, gradients, refusal
 
 LENGTHS = [7, 33, 1, 2, 60, 24]
 LORA = 4
@@ -34,17 +35,6 @@ def weigh(policy, tokens, positions, offsets, where):
     """A loss with a gradient through both outputs, different for each token of the row."""
     logprobs, entropies = policy(tokens, positions, offsets, where)
     return (logprobs * torch.linspace(0.5, 1.5, len(tokens))).sum() + 0.3 * (entropies * positions.sin()).sum()
-
-
-def gradients(policy):
-    found = {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for n, p in policy.trained()}
-    return {name: gradient.clone() for name, gradient in found.items()}
-
-
-def distance(a, b):
-    """Largest difference, as a share of the largest entry."""
-    assert a.keys() == b.keys()
-    return max(float((a[n] - b[n]).abs().max() / b[n].abs().max()) for n in a)
 
 
 def one_by_one(policy):
@@ -108,7 +98,7 @@ def optimizers(result):
         result["norm"] = [ours.step(lr), float(norm)]
     result["adamw"] = distance(dict(zip(names, plain)), ours.masters)
 
-    before = {n: m.detach().clone() for n, m in ours.masters.items()}
+    before = copies(ours.masters)
     weigh(policy, *row()).backward()
     next(iter(ours.masters.values())).grad[0] = float("nan")
     result["nan"] = str(ours.step())
@@ -116,7 +106,7 @@ def optimizers(result):
     result["forgotten"] = all(m.grad is None for m in ours.masters.values())
 
     half = load("tiny", "bfloat16")
-    was = {n: p.detach().clone() for n, p in half.trained()}
+    was = copies(dict(half.trained()))
     ours = Optimizer(half, 1e-6)
     for part in (0, 1):
         weigh(half, *row(seed=part)).backward()
@@ -153,11 +143,7 @@ def kinds(result):
                 result[name] = float((torch.stack(policy(*row())) - found).abs().max())
         except ConfigError as error:
             result[name] = str(error)
-    for name, call in {"none": lambda: load("nothing"), "dtype": lambda: load("tiny", "float8")}.items():
-        try:
-            call()
-        except ConfigError as error:
-            result[name] = str(error)
+    result["none"], result["dtype"] = refusal(lambda: load("nothing")), refusal(lambda: load("tiny", "float8"))
 
 
 def shared(ranks):
@@ -180,8 +166,7 @@ def shared(ranks):
             if seed == 0:
                 first = gradients(policy)
             norm = optimizer.step()
-        full = {n: m.full_tensor() if hasattr(m, "full_tensor") else m for n, m in optimizer.masters.items()}
-        found.append((first, {n: m.detach().clone() for n, m in full.items()}, norm))
+        found.append((first, copies(optimizer.masters), norm))
     return found
 
 

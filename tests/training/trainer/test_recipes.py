@@ -29,6 +29,7 @@ from megaflow_hpc.config.training import CLIPS, TrainingConfig
 from megaflow_hpc.training.trainer import recipes
 from megaflow_hpc.training.trainer.losses import Loss, Tokens, policy_loss
 from megaflow_hpc.training.trainer.probe import check
+from tests.support.trainer_scripts import refusal
 
 totals = SimpleNamespace(tokens=3, sequences=2, samples=2)
 
@@ -50,10 +51,7 @@ def run(function, importance="none", columns={}, clip=(0.2, 0.2), length=None, e
 
 
 def refused(**fields):
-    try:
-        run(own(**fields), columns=frozen)
-    except Exception as error:
-        return str(error)
+    return refusal(lambda: run(own(**fields), columns=frozen), Exception)
 
 
 def weights(importance):
@@ -65,7 +63,6 @@ def weights(importance):
 frozen = {"reference": (0, -1.2, -2.0, 0, -0.1)}
 own = lambda **fields: lambda *values: recipes.kl_to_reference(*values, **fields)
 found = {
-    "sapo": run(recipes.sapo),
     "kl": run(own(beta=0.5), columns=frozen),
     "kl_0": run(own(beta=0.0), columns=frozen),
     "decoupled": run(lambda *v: recipes.decoupled(*v, column="reference"), columns=frozen),
@@ -99,10 +96,8 @@ for version in (0, 7, 8):
         found["removed"].append(str(error))
 one = np.ones(3, np.float32)
 sequence = ColumnSequence(0, 0, 0, np.ones(3, np.int32), np.ones(3, np.uint8), one, np.zeros(3, np.int32), one)
-try:
-    _call(Method(name="tests.training.trainer.own_losses:attached"), [sequence], models)
-except ConfigError as error:
-    found["attached"] = str(error)
+attached = Method(name="tests.training.trainer.own_losses:attached")
+found["attached"] = refusal(lambda: _call(attached, [sequence], models))
 where = "megaflow_hpc.training.trainer.recipes"
 for name, column in {"sapo": "", "kl_to_reference": "reference", "decoupled": "average", "exact_old": "old",
                      "distill": "teacher", "likelihood": "", "dpo": "pairs"}.items():
@@ -129,14 +124,6 @@ REFERENCE, ADVANTAGES = (-1.2, -2.0, -0.1), (1.0, 1.0, -0.5)
 def dapo(new: float, before: float, advantage: float) -> float:
     ratio = math.exp(new - before)
     return -min(ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage)
-
-
-def test_sapo(found: dict[str, Any]) -> None:
-    gates = []
-    for new, before, advantage in zip(NEW, PROXIMAL, ADVANTAGES, strict=True):
-        tau = 1.0 if advantage > 0 else 1.05
-        gates.append(4 / tau / (1 + math.exp(-tau * (math.exp(new - before) - 1))) * advantage)
-    assert found["sapo"][0] == pytest.approx(-(gates[0] / 2 + gates[1] / 2 + gates[2]) / 2)
 
 
 def test_kl_to_a_reference(found: dict[str, Any]) -> None:
@@ -216,20 +203,20 @@ def test_icepop_masks_and_geometric_importance(found: dict[str, Any]) -> None:
 
 
 COLUMNS = r'''
-import json, shutil, sys, threading
+import json, shutil, sys
 from pathlib import Path
 import numpy as np
 import torch
 from launchers.tiny_model import make
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.weights import current, versions
+from megaflow_hpc.rundir.weights import versions
 from megaflow_hpc.training.dataflow import Dataflow, Step
 from megaflow_hpc.training.plan import Commit, StepPlan
 from megaflow_hpc.training.trainer.columns import sequences_of
-from megaflow_hpc.training.trainer.loop import TrainingLoop
 from megaflow_hpc.training.trainer.model import join, load
-from tests.support.training import Pods, training_run
+from tests.support.trainer_scripts import Engine, train
+from tests.support.training import meanwhile, training_run
 
 WHERE = "megaflow_hpc.training.trainer.recipes"
 TRAINING = {
@@ -241,33 +228,6 @@ TRAINING = {
     }},
     "batch": 2, "staleness": 0, "steps": 4, "checkpoint_every": 1,
 }
-
-
-class Engine(Pods):
-    """Gives the log-probabilities of the weights that are published."""
-
-    def __init__(self, run):
-        super().__init__(run, lambda rollout: float(rollout.sample_index % 2), lambda: current(run, "default").version)
-        self._here, self._models = run, {}
-
-    def store(self, block, trajectory, epoch=0):
-        version = current(self._here, "default")
-        if version.version not in self._models:
-            self._models[version.version] = load(version.path or "tiny", "float32")
-        (one,) = trajectory.sequences
-        tokens, where = torch.tensor(one.tokens), torch.tensor(one.loss_mask).nonzero()[:, 0]
-        with torch.no_grad():
-            values = self._models[version.version](tokens, torch.arange(len(tokens)), [0, len(tokens)], where)[0]
-        for t in where.tolist():
-            one.logprobs[t] = float(values[t])
-        super().store(block, trajectory, epoch)
-
-
-def train(run, ranks):
-    flow = Dataflow(run, rank=ranks.rank, ranks=ranks.count, say=lambda text: None)
-    metrics = list(TrainingLoop(flow, ranks).steps())
-    flow.leave()
-    return metrics
 
 
 def judged(model, flow, plan):
@@ -287,17 +247,9 @@ if ranks.first and not run.path.exists():
     training_run(run.path, TRAINING, tasks=2, samples=4, model=str(Path("tiny").absolute()))
 ranks.barrier()
 if sys.argv[1] == "train":
-    stop, pods = threading.Event(), Engine(run)
-
-    def work():
-        while not stop.wait(0.05):
-            pods.work()
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    metrics = train(run, ranks)
-    stop.set()
-    thread.join()
+    pods = Engine(run)
+    with meanwhile(pods.work):
+        metrics, _ = train(run, ranks)
     flow = Dataflow(run)
     kept = {v.ordinal: v.path for v in versions(run, "default")}
     plan = flow.files.read(StepPlan, 3)
@@ -306,7 +258,7 @@ if sys.argv[1] == "train":
     sampled = np.concatenate([s.mask for s in sequences_of(flow, Step(flow, plan))]) == 1
     apart = lambda name, values: float(np.abs(columns[name] - values)[sampled].max())
     new, base = judged(load(kept[2], "float32"), flow, plan), judged(load("tiny", "float32"), flow, plan)
-    mean, states = load("tiny", "float32"), [pods._models[number].state_dict() for number in (0, 1, 2)]
+    mean, states = load("tiny", "float32"), [pods.models[number].state_dict() for number in (0, 1, 2)]
     mean.load_state_dict({n: 0.81 * states[0][n] + 0.09 * states[1][n] + 0.1 * states[2][n] for n in states[0]})
     ours, sums = list(sequences_of(flow, Step(flow, plan))), {}
     for s, part in zip(ours, np.split(new - base, np.cumsum([len(s.tokens) for s in ours])[:-1])):
@@ -339,7 +291,7 @@ else:  # repeat the steps after checkpoint 2
             shutil.rmtree(files / "averages")
     ranks.barrier()
     try:
-        metrics = train(copy, ranks)
+        metrics, _ = train(copy, ranks)
         result = [m["loss/reference_kl"] for m in metrics]
     except ConfigError as error:
         result = str(error)
@@ -375,10 +327,9 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 from launchers.tiny_model import make
-from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.trainer import recipes
 from megaflow_hpc.training.trainer.columns import ColumnSequence
-from megaflow_hpc.training.trainer.model import load
+from tests.support.trainer_scripts import refusal
 
 make(Path("tiny"), layers=1)
 tokenizer = AutoTokenizer.from_pretrained("tiny", local_files_only=True, trust_remote_code=False)
@@ -414,10 +365,7 @@ models = SimpleNamespace(base="tiny")
 found = [recipes.teacher([sequence], models, url, "large")[0].tolist(), recipes.teacher([], models, url, "large")]
 shift = 1
 for address in (url, "http://127.0.0.1:1"):
-    try:
-        recipes.teacher([sequence], models, address, "large")
-    except ConfigError as error:
-        found.append(str(error))
+    found.append(refusal(lambda: recipes.teacher([sequence], models, address, "large")))
 print(json.dumps(found))
 '''
 

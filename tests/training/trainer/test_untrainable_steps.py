@@ -18,18 +18,19 @@ import faulthandler, functools, itertools, json, math, os, random, shutil, sys, 
 from pathlib import Path
 import torch
 from launchers.tiny_model import make
-from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir import amendments
 from megaflow_hpc.rundir.amendments import Amendments
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import Commit, Trainer
-from megaflow_hpc.rundir.weights import current, versions
+from megaflow_hpc.rundir.weights import versions
 from megaflow_hpc.training import buffer
 from megaflow_hpc.training.plan import StepPlan, TrainingFiles
 from megaflow_hpc.training.trainer import __main__ as trainer
 from megaflow_hpc.training.trainer.model import PolicyModel, load
 from tests.support.kills import run_killed, start, status_of
-from tests.support.training import VOCABULARY, Pods, trained_on, training_run
+from tests.support.tensors import raw_tensors
+from tests.support.trainer_scripts import refusal
+from tests.support.training import Uniform, trained_on, training_run
 
 torch.set_num_threads(1)
 SEED = int(sys.argv[1])
@@ -38,20 +39,7 @@ RECIPES = "megaflow_hpc.training.trainer.recipes"
 buffer.LOST_AFTER_S = 0.3
 
 
-class Sampler(Pods):
-    """Samples close to the tiny model's distribution; ``spoil`` may change a trajectory."""
-
-    def __init__(self, run, spoil=None):
-        super().__init__(run, lambda r: float(r.sample_index % 2), lambda: current(run, "default").version)
-        self._spoil = spoil or (lambda trajectory: None)
-
-    def store(self, block, trajectory, epoch=0):
-        (one,) = trajectory.sequences
-        for t, sampled in enumerate(one.loss_mask):
-            if sampled:
-                one.logprobs[t] = -math.log(VOCABULARY)
-        super().store(block, trajectory, epoch, self._spoil(trajectory) or "")
-
+class Sampler(Uniform):
     def work(self):
         super().work()
         self.finish_blocks()
@@ -83,12 +71,12 @@ def unreadable():
 
 
 class Scene:
-    def __init__(self, name, spoil=None, limit=10**9, steps=4, frozen=False, **policy):
+    def __init__(self, name, spoil=lambda trajectory: None, limit=10**9, steps=4, frozen=False, **policy):
         self.name, self.limit, self.frozen = name, limit, frozen
         fields = {"dtype": "float32", "microbatch": 64, "optimizer": {"lr": 1e-4}, "recompute": False, **policy}
         training = {"policies": {"default": fields}, "batch": 2, "staleness": 0, "steps": steps, "checkpoint_every": 2}
         self.run = training_run(Path(name), training, tasks=3, samples=4, model="tiny")
-        self.files, self.pods = TrainingFiles(self.run, "default"), Sampler(self.run, spoil)
+        self.files, self.pods = TrainingFiles(self.run, "default"), Sampler(self.run, spoil=spoil)
         self.draw = random.Random(f"{SEED}{name}")
         self.fails_at = 0
 
@@ -141,11 +129,7 @@ class Scene:
 
     def tensors(self):
         (shard,) = (self.files.checkpoints / str(max(self.files.numbers(Commit)))).glob("*.safetensors")
-        data = shard.read_bytes()
-        size = 8 + int.from_bytes(data[:8], "little")
-        about = json.loads(data[8:size])
-        places = {name: tensor["data_offsets"] for name, tensor in about.items() if name != "__metadata__"}
-        return {name: data[size + begin : size + end] for name, (begin, end) in places.items()}
+        return raw_tensors(shard)
 
     def report(self, status):
         files = self.files
@@ -218,21 +202,15 @@ def amended():
     scene = Scene("amended", steps=3)
     said = {}
 
-    def error(call):
-        try:
-            call()
-        except ConfigError as refused:
-            return str(refused)
-
     def amend():
         """Amends the training once, while it runs."""
         if said or not scene.files.numbers(Commit):
             return
         run, committed = scene.run, max(scene.files.numbers(Commit))
         said["refused"] = [
-            error(lambda: amendments.skip(run, "default", committed)),
-            error(lambda: amendments.skip(run, "default", 9, "task-0/default/0")),
-            error(lambda: amendments.change(run, "default", {"steps": 0})),
+            refusal(lambda: amendments.skip(run, "default", committed)),
+            refusal(lambda: amendments.skip(run, "default", 9, "task-0/default/0")),
+            refusal(lambda: amendments.change(run, "default", {"steps": 0})),
         ]
         said["recorded"] = len(Amendments(run, "default").read())
         amendments.skip(run, "default", 5, cause="a test")
@@ -274,29 +252,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize(
-    "scene",
-    [
-        "long",
-        "infinite",
-        "memory",
-        "unreadable",
-        "columns",
-        "updated",
-        "damaged",
-        "never finite",
-        "half updated",
-        "amended",
-    ],
-)
-def test_training_ends_and_a_start_without_checkpoints_repeats_it_bit_by_bit(found: dict[str, Any], scene: str) -> None:
-    result = found[scene]
-    assert result["status"] == [0, 0], result["log"]
-    assert result["steps"] == list(range(1, len(result["steps"]) + 1))
-    assert result["checkpoint"], "the last commit names no checkpoint"
-    assert result["exact"], result["log"]
-    planned, different = result["rollouts"]
-    assert planned == different == 8 * len(result["steps"]) - sum(map(len, result["drops"]))
+def test_training_ends_and_a_start_without_checkpoints_repeats_it_bit_by_bit(found: dict[str, Any]) -> None:
+    assert len(found) == 10
+    for scene, result in found.items():
+        assert result["status"] == [0, 0], (scene, result["log"])
+        assert result["steps"] == list(range(1, len(result["steps"]) + 1)), scene
+        assert result["checkpoint"], f"{scene}: the last commit names no checkpoint"
+        assert result["exact"], (scene, result["log"])
+        planned, different = result["rollouts"]
+        assert planned == different == 8 * len(result["steps"]) - sum(map(len, result["drops"])), scene
 
 
 def test_records_that_are_damaged_before_they_are_planned_are_dropped_with_their_cause(found: dict[str, Any]) -> None:

@@ -28,17 +28,17 @@ from pathlib import Path
 warnings.simplefilter("ignore")
 import torch
 from transformers import AutoConfig
-from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.training.trainer import veomni
-from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.trainer import checkpoint, loop
 from megaflow_hpc.training.trainer.loop import TrainingLoop
 from megaflow_hpc.training.trainer.model import ProcessGroup, join, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
-from tests.support.divided import distance, learn, make_models, masters, stored_tensors as tensors
+from tests.support.hash_trainer import watched
+from tests.support.trainer_scripts import (
+    distance, furthest, learn, make_models, masters, refusal, same, stored_tensors as tensors, train,
+)
 from megaflow_hpc.training.layout import Layout
-from tests.support.training import VOCABULARY, Pods, training_run
+from tests.support.training import Uniform, training_run
 
 ALONE = ProcessGroup()
 CASES = {
@@ -56,10 +56,6 @@ TRAINING = {
 
 def start(ranks, name, parallel, read=None):
     return Optimizer(load(name, "float32", ranks, recompute=True, parallel=parallel, read=read), 1e-4)
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(a[n].dtype == t.dtype and torch.equal(a[n], t) for n, t in b.items())
 
 
 def case(result, ranks, name, model, parallel):
@@ -117,39 +113,12 @@ def stored(result, ranks):
         result["stored"].append(same(tensors("stored/doubled"), {n: 2 * t for n, t in base.items()}))
 
 
-class Uniform(Pods):
-    """Samples uniformly, which is close to the distribution of the tiny model."""
-
-    def store(self, block, trajectory, epoch=0):
-        (one,) = trajectory.sequences
-        for t, sampled in enumerate(one.loss_mask):
-            if sampled:
-                one.logprobs[t] = -math.log(VOCABULARY)
-        super().store(block, trajectory, epoch)
-
-
-def train(path, ranks, read=None):
-    """Trains a run. Returns the trained parameters, and the losses of its steps."""
-    flow = Dataflow(path, rank=ranks.rank, ranks=ranks.count, say=lambda text: None, agree=ranks.broadcast)
-    trainer = TrainingLoop(flow, ranks, read)
-    metrics = list(trainer.steps())
-    flow.leave()
-    return masters(trainer.optimizer), [line["loss"] for line in metrics]
-
-
 def sample():
     """The rollouts and plans of a training, by this package's trainer: a run, and three copies to train."""
     slurm = {"trainer": {"kind": "veomni", "gpus": 2}}
     run = training_run(Path("run"), TRAINING, tasks=3, samples=4, model="dense", slurm=slurm)
-    pods = Uniform(run, lambda rollout: float(rollout.sample_index % 2))
-    flow = Dataflow(run, say=lambda text: None)
-    keep = flow.planning.control.keep
-
-    def kept(*given):  # the pods answer as soon as they are asked
-        keep(*given)
-        pods.work()
-
-    flow.planning.control.keep = kept
+    pods = Uniform(run)
+    flow = watched(run, pods)
     trainer = TrainingLoop(flow, ALONE)
     losses = [line["loss"] for line in trainer.steps()]
     flow.leave()
@@ -162,13 +131,6 @@ def sample():
     return masters(trainer.optimizer), losses
 
 
-def refused(call):
-    try:
-        call()
-    except ConfigError as error:
-        return str(error)
-
-
 def wrong(ranks):
     """The errors for models and layouts that it cannot train."""
     shutil.copytree("dense", "code")
@@ -178,7 +140,7 @@ def wrong(ranks):
     Path("pickle/model.safetensors").rename("pickle/pytorch_model.bin")
     shutil.copytree("dense", "unknown")
     Path("unknown/config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 260}))
-    ask = lambda name, layout=Layout(): refused(lambda: veomni.read(Path(name), "float32", ranks, layout))
+    ask = lambda name, layout=Layout(): refusal(lambda: veomni.read(Path(name), "float32", ranks, layout))
     found = {name: ask(name) for name in ("code", "pickle", "unknown")}
     found["experts"] = ask("moe", Layout(2, expert=2))
     veomni.VERSION = "9"
@@ -199,12 +161,13 @@ def main():
     for name, values in CASES.items():
         case(result, ranks, name, *values)
     stored(result, ranks)
-    now, found = train("compared", ranks, veomni.read)
+    found, trainer = train("compared", ranks, read=veomni.read, agree=ranks.broadcast)
+    now = masters(trainer.optimizer)
     loop.Optimizer = plain
-    train("whole", ranks, veomni.read)
+    train("whole", ranks, read=veomni.read, agree=ranks.broadcast)
     if ranks.first:
-        result["parameters"] = max(float((now[n] - t).abs().max()) for n, t in ends.items())
-        result["losses"] = [found, losses]
+        result["parameters"] = furthest(now, ends)
+        result["losses"] = [[line["loss"] for line in found], losses]
         result["wrong"] = wrong(ALONE)
     ranks.leave()
     if ranks.first:

@@ -21,6 +21,7 @@ from megaflow_hpc.training.trainer.model import ProcessGroup, join, load, row_of
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 from megaflow_hpc.training.trainer.vision import BadImage, Vision, decoded, image_of, vision_parameters
 from megaflow_hpc.trajectory import ImageSpan
+from tests.support.trainer_scripts import copies, distance, gradients as gradients_of, refusal
 
 PLACEHOLDER, START, END = 259, 260, 261
 HALF = 4
@@ -63,21 +64,7 @@ def gradients(policy, rows):
     for parts in rows:
         logprobs, entropies = policy(*row_of(parts, policy))
         (logprobs.sum() + 0.3 * entropies.square().sum()).backward()
-    found = {n: p.grad for n, p in policy.trained() if p.grad is not None}
-    return {n: (g.full_tensor() if hasattr(g, "full_tensor") else g).clone() for n, g in found.items()}
-
-
-def distance(a, b):
-    assert a.keys() == b.keys()
-    return max(float((a[n] - b[n]).abs().max() / b[n].abs().max().clamp(min=1e-9)) for n in a)
-
-
-def refusal(call, kind=ConfigError):
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    return ""
+    return gradients_of(policy)
 
 
 def own_forward(policy, part):
@@ -210,8 +197,7 @@ def shared(ranks):
     halves = [[parts[0], parts[1], parts[3]], [parts[2]]]
     found = gradients(policy, halves if ranks.count == 1 else [halves[ranks.rank]])
     optimizer.step()
-    full = {n: m.full_tensor() if hasattr(m, "full_tensor") else m for n, m in optimizer.masters.items()}
-    return found, {n: m.detach().clone() for n, m in full.items()}
+    return found, copies(optimizer.masters)
 
 
 def main():

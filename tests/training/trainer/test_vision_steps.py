@@ -29,8 +29,8 @@ from megaflow_hpc.training.trainer.columns import FrozenModels, sequences_of
 from megaflow_hpc.training.trainer.loop import TrainingLoop
 from megaflow_hpc.training.trainer.model import ProcessGroup, load, row_of
 from megaflow_hpc.training.trainer.vision import Vision
-from megaflow_hpc.errors import ConfigError
-from tests.support.training import rollouts, trained_on, training_run
+from tests.support.trainer_scripts import refusal
+from tests.support.training import rollouts, training_run
 from tests.support.vision import SeeingPods
 
 torch.set_num_threads(1)
@@ -129,10 +129,7 @@ def bridged(result):
     result["areal as verl"] = all(a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a) for a, b in pairs)
     result["several images"] = sum(len({image.sha256 for _, image in row.images}) > 1 for row in own)
     for name, call in {"verl": lambda: verl.batch(step), "prime": lambda: prime_rl.grid(step, 10_000, 1, "x")}.items():
-        try:
-            call()
-        except ConfigError as error:
-            result[f"{name} refused"] = str(error)
+        result[f"{name} refused"] = refusal(call)
 
 
 def with_trl(result):

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megaflow_hpc.model.engines.scripted.script import ScriptedAnswer, ToolCall
-from tests.bench.figures import Figure, median
 
 TOOLS = ("bash", "edit")
 SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}}
@@ -215,37 +214,3 @@ def events(stream: str) -> Iterator[tuple[str, Any]]:
             name, data = (value, data) if key == "event" else (name, value) if key == "data" else (name, data)
         if data and data != "[DONE]":
             yield name, json.loads(data)
-
-
-def figures(count: int) -> list[Figure]:
-    """The figures of the benchmark: exact ids, one sequence, hardly a token more than needed."""
-    found = []
-    for protocol, goal in (("split", True), ("plain", False)):
-        outcome = asyncio.run(converse(count, protocol=protocol))
-        label = f"random conversations, {protocol} protocol (scripted engine)"
-        exact = 1 - outcome.wrong / outcome.calls
-        found.append(
-            Figure(
-                f"recorded ids equal to the sampled ones: {label}",
-                "of calls",
-                exact,
-                outcome.calls,
-                None,
-                1.0,
-                "higher",
-            )
-        )
-        one = outcome.one_sequence / outcome.rollouts
-        found.append(
-            Figure(
-                f"rollouts that are one sequence: {label}",
-                "of all",
-                one,
-                outcome.rollouts,
-                None,
-                0.99 if goal else None,
-                "higher",
-            )
-        )
-        found.append(median(f"training tokens over the ideal: {label}", "×", outcome.surplus, 1.05 if goal else None))
-    return found
