@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -111,17 +112,9 @@ def test_a_list_and_a_status_say_the_same(tmp_path: Path, case: str) -> None:
 
 
 def test_every_state_is_among_the_cases() -> None:
-    possible = {
-        run_state(finished=f, cancelled=c, serves=s, alive=a, waits=w, submitted=j, queued=q, started=b)
-        for f in (False, True)
-        for c in (False, True)
-        for s in (False, True)
-        for a in (False, True)
-        for w in (False, True)
-        for j in (False, True)
-        for q in (None, False, True)
-        for b in (False, True)
-    }
+    names = ("finished", "cancelled", "serves", "alive", "waits", "submitted", "started", "queued")
+    values = product(*[(False, True)] * 7, (None, False, True))
+    possible = {run_state(**dict(zip(names, each, strict=True))) for each in values}
     assert possible == {state for state, _, _ in CASES.values()}
 
 
