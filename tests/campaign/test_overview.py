@@ -14,7 +14,6 @@ import pytest
 from megaflow_hpc.campaign.overview import _Look
 from megaflow_hpc.host.atomic import make_directory, write_json
 from megaflow_hpc.host.process import Identity
-from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.consumers import OpenLease
 from megaflow_hpc.monitor.state import run_state
 from megaflow_hpc.monitor.status import Monitor
@@ -24,6 +23,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import FINISHED, Marks
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.slurm.accounting import JobState
+from tests.support.ledgers import prepared
 
 Answer = list[JobState] | None
 """What Slurm says: ``None`` where nobody can tell."""
@@ -96,9 +96,7 @@ CASES: dict[str, tuple[str, Answer, list[Callable[[RunDir], object]]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_list_and_a_status_say_the_same(tmp_path: Path, case: str) -> None:
     state, live, steps = CASES[case]
-    run = RunDir(tmp_path / "run")
-    run.create()
-    Ledger(run).create()
+    run = prepared(tmp_path / "run")
     write_run(run, RunRecord(campaign={"name": "x"}, total=10))
     for step in steps:
         step(run)
@@ -119,9 +117,7 @@ def test_every_state_is_among_the_cases() -> None:
 
 
 def test_a_list_and_a_status_count_what_a_killed_pod_stored_last(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
-    run.create()
-    Ledger(run).create()
+    run = prepared(tmp_path / "run")
     write_run(run, RunRecord(campaign={"name": "x"}, total=10))
     pod(run, "local-1", dead=True)
     with open(run.event_file("local-1", "0"), "a") as file:

@@ -21,7 +21,7 @@ from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import EventWriter, RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
-from tests.support.ledgers import LEASE, Clock, rollouts
+from tests.support.ledgers import LEASE, Clock, prepared, rollouts
 from tests.support.operations import counted
 
 OLD = 20_000
@@ -69,14 +69,6 @@ def go_by(clock: Clock, seconds: float, *pods: Pod) -> None:
         clock.now += TURN_S
         for pod in pods:
             pod.turn()
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path / "run")
-    run.create()
-    Ledger(run).create()
-    return run
 
 
 def leave_leases(run: RunDir, count: int, pods: int) -> None:
@@ -129,9 +121,7 @@ def operations(run: RunDir, old: int) -> dict[str, int]:
 
 
 def test_what_20000_old_starts_cost(run: RunDir, tmp_path: Path) -> None:
-    fresh = RunDir(tmp_path / "fresh")
-    fresh.create()
-    Ledger(fresh).create()
+    fresh = prepared(tmp_path / "fresh")
     without, with_old = operations(fresh, 0), operations(run, OLD)
     print(f"without old starts {without}, with {OLD} {with_old}")
     earlier = OLD // PODS
