@@ -24,7 +24,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from tests.support.ledgers import LEASE, Clock, prepared, rollouts
 from tests.support.operations import counted
 
-OLD = 20_000
+OLD = 6000
 PODS = 20
 TURN_S = 0.5
 
@@ -120,7 +120,7 @@ def operations(run: RunDir, old: int) -> dict[str, int]:
     return cost
 
 
-def test_what_20000_old_starts_cost(run: RunDir, tmp_path: Path) -> None:
+def test_what_6000_old_starts_cost(run: RunDir, tmp_path: Path) -> None:
     fresh = prepared(tmp_path / "fresh")
     without, with_old = operations(fresh, 0), operations(run, OLD)
     print(f"without old starts {without}, with {OLD} {with_old}")
@@ -392,7 +392,7 @@ def test_claims_stay_while_an_earlier_holder_lives_that_could_end_its_block_with
 # --- a coordinator that is killed -------------------------------------------------------------------------------------
 
 
-def test_a_coordinator_is_killed_in_its_survey_of_20000_leases_and_the_next_one_finishes(run: RunDir) -> None:
+def test_a_coordinator_is_killed_in_its_survey_of_6000_leases_and_the_next_one_finishes(run: RunDir) -> None:
     clock = Clock()
     write_blocks(run, rollouts(PODS), size=1)
     leave_leases(run, OLD, OLD)  # each of another element, so all must be read once
