@@ -32,6 +32,12 @@ from tests.support.serving import gateway_before
 ID = "page/default/0"
 ALL = web_actions("both")
 
+
+def do(action: str, **fields: Any) -> dict[str, Any]:
+    """An action of the screen."""
+    return {"action": action, **fields}
+
+
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
@@ -40,17 +46,11 @@ ALL = web_actions("both")
     [
         ("click('51')", [{"action": "left_click", "element": "51"}]),
         ("click('51', button='right')", [{"action": "right_click", "element": "51"}]),
-        (
-            "click(bid='51', modifiers=['Shift', 'ControlOrMeta'])",
-            [{"action": "left_click", "element": "51", "text": "shift+ctrl"}],
-        ),
+        ("click(bid='5', modifiers=['Shift', 'ControlOrMeta'])", [do("left_click", element="5", text="shift+ctrl")]),
         ("dblclick('5')", [{"action": "double_click", "element": "5"}]),
         ("hover('5')", [{"action": "mouse_move", "element": "5"}]),
         ("fill('237', 'two\\nlines')", [{"action": "fill", "element": "237", "text": "two\nlines"}]),
-        (
-            "fill('2', 'Mont', True)",
-            [{"action": "fill", "element": "2", "text": "Mon"}, {"action": "type", "text": "t"}],
-        ),
+        ("fill('2', 'Mont', True)", [do("fill", element="2", text="Mon"), do("type", text="t")]),
         ("clear('2')", [{"action": "fill", "element": "2", "text": ""}]),
         ("focus('2')", [{"action": "focus", "element": "2"}]),
         ("press('88', 'Enter')", [{"action": "focus", "element": "88"}, {"action": "key", "text": "Return"}]),
@@ -65,7 +65,7 @@ ALL = web_actions("both")
         ("mouse_click(3, 4.5, 'right')", [{"action": "right_click", "coordinate": [3.0, 4.5]}]),
         (
             "mouse_drag_and_drop(1, 2, 3, 4)",
-            [{"action": "left_click_drag", "start_coordinate": [1.0, 2.0], "coordinate": [3.0, 4.0]}],
+            [do("left_click_drag", start_coordinate=[1, 2], coordinate=[3, 4])],
         ),
         ("noop(500)", [{"action": "wait", "duration": 0.5}]),
         ("goto('http://a.example')", [{"action": "goto", "url": "http://a.example"}]),
@@ -367,6 +367,10 @@ def scroll_text(shown: str) -> str:
     return on(shown, "hover", "textbox") + f"scroll(0, {9000 if down else -9000})\nnoop(300)\n" + submit(shown)
 
 
+def choose(shown: str, role: str, wanted: object) -> str:
+    return on(shown, "select_option", role, None, wanted) + submit(shown)
+
+
 def drag_items(shown: str) -> str:
     items = re.findall(rf"\[(\w+)\] listitem.*\n(?:\t*\[.*\n)*\t*StaticText {LITERAL}", shown)
     names = [ast.literal_eval(name) for _, name in items]
@@ -385,13 +389,8 @@ PAGES: dict[str, Move] = {
     "enter-text": lambda shown: on(shown, "fill", "textbox", None, asked(shown, '"(.*?)" into')) + submit(shown),
     "enter-date": enter_date,
     "copy-paste": copy_paste,
-    "choose-list": lambda shown: (
-        on(shown, "select_option", "combobox", None, asked(shown, "Select (.*) from the list")) + submit(shown)
-    ),
-    "click-scroll-list": lambda shown: (
-        on(shown, "select_option", "listbox", None, asked(shown, "Select (.*) from the scroll").split(", "))
-        + submit(shown)
-    ),
+    "choose-list": lambda shown: choose(shown, "combobox", asked(shown, "Select (.*) from the list")),
+    "click-scroll-list": lambda shown: choose(shown, "listbox", asked(shown, "Select (.*) from the scr").split(", ")),
     "scroll-text-2": scroll_text,
     "drag-items": drag_items,
 }
@@ -448,7 +447,3 @@ def test_on_a_real_page_errors_are_read_and_an_element_keeps_its_id(
     ]
     assert "error: " not in told[6]
     assert "is covered by another element" in told[7], "the episode has ended"
-
-
-def test_a_message_without_an_action_has_no_reward(desktop_sif: Path, scratch: Path, tmp_path: Path) -> None:
-    assert play("click-button", Browsing(END), desktop_sif, scratch, tmp_path) == (0.0, "")

@@ -225,25 +225,22 @@ def test_an_image_without_the_program_is_named(
         asyncio.run(roll(engines, sandbox))
 
 
-def test_a_model_without_images_is_named_with_the_remedy(sandbox: LocalSandbox) -> None:
+async def test_a_model_without_images_is_named_with_the_remedy(sandbox: LocalSandbox) -> None:
     """The engine answers as vLLM does for a model that takes text only."""
 
     async def refuse(request: web.Request) -> web.Response:
         error = {"message": "At most 0 image(s) may be provided in one prompt.", "type": "BadRequestError", "code": 400}
         return web.json_response({"error": error}, status=400)
 
-    async def scenario() -> None:
-        application = web.Application(client_max_size=2**26)
-        application.router.add_post("/v1/chat/completions", refuse)
-        agent = create({"name": "computer-use", "max_turns": None, "timeout_s": None, "args": {}})
-        task = Task(id="click", instruction="Press Go.", image="desktop", path="/nowhere")
-        async with listening(application) as port, ModelGateway(wait_s=5) as gateway:
-            gateway.update_endpoints([endpoint(port, "default", protocol="plain")])
-            model = await gateway.open(ID, "default")
-            with pytest.raises(UserCodeError, match=r"At most 0 image.*args: \{observe: tree\}"):
-                await agent.run(task, sandbox, model)
-
-    asyncio.run(scenario())
+    application = web.Application(client_max_size=2**26)
+    application.router.add_post("/v1/chat/completions", refuse)
+    agent = create({"name": "computer-use", "max_turns": None, "timeout_s": None, "args": {}})
+    task = Task(id="click", instruction="Press Go.", image="desktop", path="/nowhere")
+    async with listening(application) as port, ModelGateway(wait_s=5) as gateway:
+        gateway.update_endpoints([endpoint(port, "default", protocol="plain")])
+        model = await gateway.open(ID, "default")
+        with pytest.raises(UserCodeError, match=r"At most 0 image.*args: \{observe: tree\}"):
+            await agent.run(task, sandbox, model)
 
 
 @pytest.mark.parametrize(
@@ -303,18 +300,10 @@ TYPED = [
 ]
 
 
-def write_campaign(folder: Path, desktop_sif: Path, answers: list[Any], run: str) -> Path:
-    task = folder / "tasks" / "editor"
-    (task / "tests").mkdir(parents=True)
-    (task / "task.toml").write_text(TASK.format(run=run))
-    (task / "instruction.md").write_text("Write forty-two with the editor, and save it.\n")
-    test = 'if grep -q forty-two /work/answer; then r=1; else r=0; fi; echo "$r" > /logs/verifier/reward.txt\n'
-    (task / "tests" / "test.sh").write_text(test)
-    return write_file(folder, desktop_sif, answers, {"size": "800x600", "scale": "400x300", "history": 3})
-
-
-def write_file(folder: Path, desktop_sif: Path, answers: list[Any], args: dict[str, Any]) -> Path:
-    (folder / "answers.yaml").write_text(yaml.safe_dump({"default": answers}))
+def rolled(folder: Path, desktop_sif: Path, answers: dict[str, list[Any]], args: dict[str, Any]) -> dict[str, Any]:
+    """Runs a campaign of tasks whose instructions contain these words, and returns each one's trajectory."""
+    script = [{"when": words, "answers": said} for words, said in answers.items()]
+    (folder / "answers.yaml").write_text(yaml.safe_dump({"tasks": script}))
     campaign = {
         "name": "desktop",
         "tasks": "tasks/*",
@@ -323,61 +312,70 @@ def write_file(folder: Path, desktop_sif: Path, answers: list[Any], args: dict[s
         "environment": {"network": "none", "images": {"desktop": str(desktop_sif)}},
     }
     (folder / "campaign.yaml").write_text(yaml.safe_dump(campaign))
-    return folder / "campaign.yaml"
+    result, done = run_local(folder / "campaign.yaml")
+    assert done.returncode == 0, done.stderr
+    with open_trajectories(result["run"]) as store:
+        return {row.task_id: row.trajectory() for row in store}
+
+
+EDITOR = "l3afpad /work/answer"
+EDITED: dict[str, tuple[list[Any], str]] = {
+    "typed": (TYPED, EDITOR),
+    "idle": ([DONE], EDITOR),
+    "dies": ([act("wait", duration=6), DONE], "sleep 3; pkill Xvfb"),
+}
+"""What the model does, and the program that the desktop starts. A display that dies after an answer is the agent's."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("answers", "reward"), [(TYPED, 1.0), ([DONE], 0.0)], ids=["typed", "idle"])
-def test_a_campaign_with_a_desktop_task_has_its_reward_and_its_screenshots(
-    tmp_path: Path, desktop_sif: Path, answers: list[Any], reward: float
-) -> None:
-    """The model types into an editor on the desktop and saves, and the tests find the file."""
-    result, done = run_local(write_campaign(tmp_path, desktop_sif, answers, "l3afpad /work/answer"))
-    assert done.returncode == 0, done.stderr
-    with open_trajectories(result["run"]) as store:
-        (trajectory,) = store
+def test_a_campaign_with_a_desktop_task_has_its_reward_and_its_screenshots(tmp_path: Path, desktop_sif: Path) -> None:
+    """One model types into an editor on the desktop and saves, and the tests find the file."""
+    for name, (_, run) in EDITED.items():
+        (tmp_path / "tasks" / name / "tests").mkdir(parents=True)
+        (tmp_path / "tasks" / name / "task.toml").write_text(TASK.format(run=run))
+        (tmp_path / "tasks" / name / "instruction.md").write_text(f"Write forty-two with the editor: {name}.\n")
+        test = 'if grep -q forty-two /work/answer; then r=1; else r=0; fi; echo "$r" > /logs/verifier/reward.txt\n'
+        (tmp_path / "tasks" / name / "tests" / "test.sh").write_text(test)
+    answers = {f"the editor: {name}": said for name, (said, _) in EDITED.items()}
+    found = rolled(tmp_path, desktop_sif, answers, {"size": "800x600", "scale": "400x300", "history": 3})
+    lost = found.pop("dies")
+    assert (lost.status, lost.reward, lost.attempt, lost.error_kind) == ("completed", 0.0, 0, "agent"), lost.error
+    assert "the display of the sandbox is lost: display lost" in lost.error
+    for name, reward in {"typed": 1.0, "idle": 0.0}.items():
+        trajectory, turns = found[name], len(EDITED[name][0])
         assert (trajectory.status, trajectory.reward, trajectory.error) == ("completed", reward, "")
-        assert len(trajectory.turns) == len(answers)
-        assert len(trajectory.sequences) == 1 + math.ceil(max(0, len(answers) - 3) / 2)
+        assert len(trajectory.turns) == turns
+        assert len(trajectory.sequences) == 1 + math.ceil(max(0, turns - 3) / 2)
         shown = {span.image for sequence in trajectory.sequences for span in sequence.images}
         assert shown == trajectory.images.keys()
         assert {(image.width, image.height) for image in trajectory.images.values()} == {(400, 300)}
 
 
-@pytest.mark.slow
-def test_a_display_that_dies_after_an_answer_is_the_agents_failure(tmp_path: Path, desktop_sif: Path) -> None:
-    answers = [act("wait", duration=6), DONE]
-    result, done = run_local(write_campaign(tmp_path, desktop_sif, answers, "sleep 3; pkill Xvfb"))
-    with open_trajectories(result["run"]) as store:
-        (trajectory,) = store
-        assert (trajectory.status, trajectory.reward, trajectory.attempt) == ("completed", 0.0, 0), done.stderr
-        assert trajectory.error_kind == "agent"
-        assert "the display of the sandbox is lost: display lost" in trajectory.error
-
-
 FIRST, SECOND = [act("key", text="Tab")], [act("key", text="Tab")] * 2
 PRESS = act("key", text="space")
+PLAYED = {
+    "solved": ([*FIRST, PRESS, DONE], 1.0, ""),
+    "failed": ([*SECOND, PRESS, DONE], 0.0, ""),
+    "ended": ([*SECOND, PRESS, act("key", text="0xfed5"), act("wait", duration=1), DONE], 0.0, "display lost"),
+}
+"""The last model presses the wrong button, and then the keys that end the X server, for another attempt."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("answers", "reward", "error"),
-    [
-        ([*FIRST, PRESS, DONE], 1.0, ""),
-        ([*SECOND, PRESS, DONE], 0.0, ""),
-        ([*SECOND, PRESS, act("key", text="0xfed5"), act("wait", duration=1), DONE], 0.0, "display lost"),
-    ],
-    ids=["solved", "failed", "failed-and-terminated"],
-)
 def test_a_campaign_on_a_page_of_miniwob_has_the_pages_reward_and_one_attempt(
-    tmp_path: Path, desktop_sif: Path, answers: list[Any], reward: float, error: str
+    tmp_path: Path, desktop_sif: Path
 ) -> None:
-    """The last model presses the wrong button, and then the keys that end the X server, for another attempt."""
-    miniwob.write_task(tmp_path / "tasks", miniwob.AskedPage("click-test-2", "1", "Click button ONE."), "1.1.0")
-    result, done = run_local(write_file(tmp_path, desktop_sif, answers, {"scale": "252x330"}))
-    with open_trajectories(result["run"]) as store:
-        (trajectory,) = store
-        assert (trajectory.status, trajectory.reward, trajectory.attempt) == ("completed", reward, 0), done.stderr
+    for name in PLAYED:
+        asked = miniwob.AskedPage("click-test-2", "1", f"Click button ONE: {name}.")
+        miniwob.write_task(tmp_path / "written", asked, "1.1.0")
+        (written,) = (tmp_path / "written").iterdir()
+        (tmp_path / "tasks").mkdir(exist_ok=True)
+        written.rename(tmp_path / "tasks" / name)
+    answers = {f"button ONE: {name}": said for name, (said, _, _) in PLAYED.items()}
+    found = rolled(tmp_path, desktop_sif, answers, {"scale": "252x330"})
+    for name, (_, reward, error) in PLAYED.items():
+        trajectory = found[name]
+        assert (trajectory.status, trajectory.reward, trajectory.attempt) == ("completed", reward, 0), name
         assert error in trajectory.error
         assert bool(trajectory.error) == bool(error)
         assert {(image.width, image.height) for image in trajectory.images.values()} == {(252, 330)}

@@ -92,23 +92,19 @@ def test_answers_without_a_command_end_it_as_its_own_failure(engines: Engines, t
     assert len(recording.sequences) == 1, "an answer in the wrong format stays in the conversation"
 
 
-def test_a_command_that_hangs_is_ended_and_reported_to_the_model(engines: Engines, tmp_path: Path) -> None:
+def test_a_command_that_hangs_or_prints_what_is_no_text_is_reported_to_the_model(
+    engines: Engines, tmp_path: Path
+) -> None:
     submit = block("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo done")
-    engines.script({"default": [block("echo before; sleep 60"), submit]})
+    odd = block("printf '\\377\\376'; echo oops >&2; exit 3")
+    engines.script({"default": [block("echo before; sleep 60"), odd, submit]})
     result, _ = asyncio.run(roll(engines, LocalSandbox(tmp_path / "box"), args={"command_timeout_s": 0.5}))
     assert (result.status, result.exit_code) == ("completed", 0)
-    observation = result.messages[3]["content"]
-    assert "ended after 0.5 seconds" in observation
-    assert "before" in observation
-
-
-def test_bytes_that_are_no_text_do_not_end_it(engines: Engines, tmp_path: Path) -> None:
-    submit = block("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
-    engines.script({"default": [block("printf '\\377\\376'; echo oops >&2; exit 3"), submit]})
-    result, _ = asyncio.run(roll(engines, LocalSandbox(tmp_path / "box")))
-    assert result.status == "completed"
-    assert "<returncode>3</returncode>" in result.messages[3]["content"]
-    assert "oops" in result.messages[3]["content"]
+    hung, printed = result.messages[3]["content"], result.messages[5]["content"]
+    assert "ended after 0.5 seconds" in hung
+    assert "before" in hung
+    assert "<returncode>3</returncode>" in printed
+    assert "oops" in printed
 
 
 def test_a_model_that_no_engine_serves_is_not_the_agents_failure(servers: Servers, tmp_path: Path) -> None:
@@ -198,34 +194,28 @@ model:
 """
 
 
-def test_commands_run_with_the_interpreter_of_the_configuration(engines: Engines, tmp_path: Path) -> None:
-    path = tmp_path / "own.yaml"
-    path.write_text(CONFIGURATION + '  action_regex: "```bash\\\\s*\\\\n(.*?)\\\\n```"\n')
-    command = "[[ a == a ]] && echo bash-$PAGER > understood"
-    answers = [f"I look.\n\n```bash\n{line}\n```" for line in (command, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")]
-    engines.script({"default": answers})
-    sandbox = LocalSandbox(tmp_path / "box")
-    result, _ = asyncio.run(roll(engines, sandbox, args={"config": str(path)}))
-    assert (result.status, result.error) == ("completed", "")
-    assert (sandbox.work / "understood").read_text() == "bash-cat\n"
-
-
-def test_commands_run_in_the_environment_that_a_swe_bench_image_puts_into_bash_env(
-    engines: Engines, tmp_path: Path
+@pytest.mark.parametrize(
+    ("environment", "variable"),
+    [({"interpreter": ["bash", "-c"], "env": {"PAGER": "testbed"}}, "PAGER"), ({}, "CONDA_DEFAULT_ENV")],
+    ids=["interpreter", "BASH_ENV"],
+)
+def test_commands_run_as_the_configuration_says(
+    engines: Engines, tmp_path: Path, environment: dict[str, Any], variable: str
 ) -> None:
+    """With its interpreter, or in the environment that an image of SWE-bench puts into ``BASH_ENV``."""
     (tmp_path / "bashrc").write_text("export CONDA_DEFAULT_ENV=testbed\n")
     own = yaml.safe_load(CONFIGURATION)
-    own["environment"] = {"env": {"BASH_ENV": str(tmp_path / "bashrc")}}
+    own["environment"] = environment or {"env": {"BASH_ENV": str(tmp_path / "bashrc")}}
     own["model"]["action_regex"] = r"```bash\s*\n(.*?)\n```"
     path = tmp_path / "own.yaml"
     path.write_text(yaml.safe_dump(own))
-    command = "[[ $CONDA_DEFAULT_ENV == testbed ]] && echo yes > understood"
+    command = f"[[ ${variable} == testbed ]] && echo bash > understood"
     answers = [f"I look.\n\n```bash\n{line}\n```" for line in (command, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")]
     engines.script({"default": answers})
     sandbox = LocalSandbox(tmp_path / "box")
     result, _ = asyncio.run(roll(engines, sandbox, args={"config": str(path)}))
     assert (result.status, result.error) == ("completed", "")
-    assert (sandbox.work / "understood").read_text() == "yes\n"
+    assert (sandbox.work / "understood").read_text() == "bash\n"
 
 
 def test_a_configuration_for_tool_calls_is_refused(tmp_path: Path) -> None:

@@ -70,9 +70,8 @@ def test_new_agents_solve_a_new_task_as_they_were_when_it_was_planned(
         assert main([str(word) for word in words]) == 0, capsys.readouterr().err
         return capsys.readouterr().out.splitlines()
 
-    assert (
-        json.loads("".join(printed("tasks", "new", "count-lines", tmp_path / "tasks", "--json")))["id"] == "count-lines"
-    )
+    made = json.loads("".join(printed("tasks", "new", "count-lines", tmp_path / "tasks", "--json")))
+    assert made["id"] == "count-lines"
     proof = printed("tasks", "validate", tmp_path / "tasks", "--image", base_sif)
     assert re.split(r"\s{2,}", proof[0]) == ["task", "reward before", "reward after", "valid"]
     assert proof[2].split() == ["count-lines", "0.0", "1.0", "ok"]
@@ -98,10 +97,7 @@ def test_new_agents_solve_a_new_task_as_they_were_when_it_was_planned(
         mine = found["mine"]
         assert (mine.status, mine.error, mine.reward, len(mine.turns)) == ("completed", "", 1.0, 2)
         assert mine.messages[-1]["content"] == "It is done."
-        assert [turn.sandbox_s > 0 for turn in mine.turns] == [
-            True,
-            False,
-        ]  # measured, not reported
+        assert [turn.sandbox_s > 0 for turn in mine.turns] == [True, False]  # measured, not reported
         assert (found["Nothing"].status, found["Nothing"].error, found["Nothing"].reward) == ("completed", "", 1.0)
         # Its client raised an error at status 429.
         over = found["Impatient"]

@@ -20,7 +20,6 @@ from megaflow_hpc.errors import UserCodeError
 from megaflow_hpc.tasks.sandboxes import NoSandbox
 from megaflow_hpc.types import Task
 from tests.support.places import ROOT
-from tests.support.serving import in_loop
 
 TASK = Task("t", "Talk.", "", "/nowhere")
 NAME = "tests.support.odd_agent:Odd"
@@ -69,7 +68,6 @@ def started(it: AgentPool, jobs: Iterable[AgentJob]) -> list[asyncio.Task[Any]]:
     return [asyncio.create_task(it.run(one)) for one in jobs]
 
 
-@in_loop
 async def test_agents_that_await_share_a_process_that_is_reused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,7 +87,6 @@ async def test_agents_that_await_share_a_process_that_is_reused(
         assert f"agents: {name}/p/0: a line of {name}, and its end\n" in said
 
 
-@in_loop
 async def test_an_agent_that_blocks_has_its_process_to_itself(tmp_path: Path) -> None:
     async with opened() as it:
         running = started(it, (job("block shortly", tmp_path, f"t{n}") for n in range(5)))
@@ -98,7 +95,6 @@ async def test_an_agent_that_blocks_has_its_process_to_itself(tmp_path: Path) ->
         await asyncio.gather(*running)
 
 
-@in_loop
 async def test_a_process_is_replaced_after_its_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "MAX_JOBS", 2)
     (tmp_path / "end").touch()
@@ -109,7 +105,6 @@ async def test_a_process_is_replaced_after_its_jobs(tmp_path: Path, monkeypatch:
     assert used["t0"] == used["t1"] != used["t2"] == used["t3"]
 
 
-@in_loop
 async def test_a_crash_costs_no_other_agent_its_result(tmp_path: Path) -> None:
     async with opened() as it:
         good = started(it, (job("share", tmp_path, f"t{n}") for n in range(3)))
@@ -125,7 +120,6 @@ async def test_a_crash_costs_no_other_agent_its_result(tmp_path: Path) -> None:
         await it.run(job("share", tmp_path, "next"))
 
 
-@in_loop
 async def test_a_process_has_a_memory_limit() -> None:
     async with opened() as it:
         with pytest.raises(ProcessLostError):  # the other agents may hold the memory
@@ -134,7 +128,6 @@ async def test_a_process_has_a_memory_limit() -> None:
             await it.run_alone(job("fill memory"))
 
 
-@in_loop
 async def test_an_agent_that_survives_its_time_limit_costs_its_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +143,6 @@ async def test_an_agent_that_survives_its_time_limit_costs_its_process(
 
 
 @pytest.mark.parametrize("what", ["wait, then block", "wait, then spin"])
-@in_loop
 async def test_an_agent_that_holds_up_others_costs_its_process(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,7 +161,6 @@ async def test_an_agent_that_holds_up_others_costs_its_process(
         await asyncio.gather(*running)
 
 
-@in_loop
 async def test_the_pool_ends_with_the_runner(tmp_path: Path) -> None:
     async with opened() as it:
         running = started(it, [job("persist", tmp_path)])

@@ -20,7 +20,7 @@ from megaflow_hpc.pod.rollout.judges import by_role
 from megaflow_hpc.trajectories.reading.conversations import Conversation, conversations, heading, main
 from megaflow_hpc.trajectory import Recording, Trajectory
 from megaflow_hpc.types import STARTED_BY_HEADER, Agent, CallBudget, ExecResult, ModelEndpoint, Rollout, Task
-from tests.support.serving import endpoint, in_loop, listening
+from tests.support.serving import endpoint, listening
 from tests.support.split_engine import SplitEngine
 
 Answers = Mapping[str, str | list[str]]
@@ -92,7 +92,6 @@ async def run(agent: Agent, team: Team, instruction: str = "2 + 2?", sandbox: An
     return result.messages
 
 
-@in_loop
 async def test_a_rejected_answer_is_corrected_and_each_role_has_its_own_sequences() -> None:
     shared = {"right.*yes or no": "no", "rejects": ["5", "4"], "2 \\+ 2": "5"}
     team = Team({"one": shared}, {"writer": "one", "checker": "one"})
@@ -102,7 +101,6 @@ async def test_a_rejected_answer_is_corrected_and_each_role_has_its_own_sequence
     assert [turn.sequence for turn in team.recording.turns] == [0, 1, 0, 2], "the writer's two turns are one sequence"
 
 
-@in_loop
 async def test_roles_of_one_policy_share_no_sequence_even_with_equal_prompts() -> None:
     team = Team({"one": {"Say": "yes"}}, {"left": "one", "right": "one"})
     async with team as model:
@@ -112,7 +110,6 @@ async def test_roles_of_one_policy_share_no_sequence_even_with_equal_prompts() -
     assert team.roles == ["left:one", "right:one", "left:one"]
 
 
-@in_loop
 async def test_an_unknown_name_and_no_name_call_the_owner() -> None:
     team = Team({"one": {"": "1"}, "two": {"": "2"}}, {"writer": "one", "checker": "two"})
     async with team as model:
@@ -125,7 +122,6 @@ async def test_an_unknown_name_and_no_name_call_the_owner() -> None:
     assert said == ["1", "1", "1", "1", "2"], "names of policies are not roles"
 
 
-@in_loop
 async def test_a_planner_and_an_executor_in_a_sandbox() -> None:
     executor = {"Solve this": ["```bash\ntouch a\n```", "It is done."]}
     team, shell = (
@@ -137,7 +133,6 @@ async def test_a_planner_and_an_executor_in_a_sandbox() -> None:
     assert shell.commands == ["touch a\n"]
 
 
-@in_loop
 async def test_a_debate_with_a_judge() -> None:
     answers = {"one": {"Argue for": "It is."}, "two": {"Argue against": "It is not."}, "three": {"true": "Hm.\nYes"}}
     team = Team(answers, {"pro": "one", "contra": "two", "judge": "three"})
@@ -146,7 +141,6 @@ async def test_a_debate_with_a_judge() -> None:
     assert team.roles == ["pro:one", "contra:two", "judge:three"]
 
 
-@in_loop
 async def test_a_policy_plays_against_itself() -> None:
     team = Team({"new": {"2": ["a", "b"]}, "old": {"2": ["A", "B"]}}, {"player": "new", "opponent": "old"})
     messages = await run(SelfPlay(rounds=2), team)
@@ -158,7 +152,6 @@ async def test_a_policy_plays_against_itself() -> None:
     assert [m["content"] for m in by_role(trajectory)["opponent"]] == ["2 + 2?", "a", "A", "b", "B"]
 
 
-@in_loop
 async def test_roles_that_continue_one_conversation_each_have_their_own_latest_one() -> None:
     team = Team({"one": {"Say": "a"}, "two": {"Say": "b"}}, {"left": "one", "right": "two"})
     async with team as model:
@@ -176,7 +169,6 @@ async def test_roles_that_continue_one_conversation_each_have_their_own_latest_o
     assert main([both, part], "one") == 0, "also if another policy had the last word"
 
 
-@in_loop
 async def test_parts_of_a_question_are_a_tree_with_the_calls_that_started_them() -> None:
     answers = {
         "solver": {
@@ -206,7 +198,6 @@ def _question(recording: Recording, call: int) -> str:
 
 
 @pytest.mark.parametrize(("said", "chosen"), [("hard.\nyes", "large"), ("no", "small"), ("", "small")])
-@in_loop
 async def test_a_router_between_a_small_and_a_large_model(said: str, chosen: str) -> None:
     answers = {"r": {"hard": said}, "s": {"2": "4"}, "l": {"2": "4"}}
     team = Team(answers, {"router": "r", "small": "s", "large": "l"})
@@ -214,7 +205,6 @@ async def test_a_router_between_a_small_and_a_large_model(said: str, chosen: str
     assert [role.partition(":")[0] for role in team.roles] == ["router", chosen]
 
 
-@in_loop
 async def test_a_call_that_was_not_made_cannot_have_started_another() -> None:
     async with Team({"one": {"": "1"}}, {}) as model:
         first = await ask(model, "Say it.")
@@ -229,7 +219,6 @@ async def test_a_call_that_was_not_made_cannot_have_started_another() -> None:
                     assert "this rollout has calls 0 to 1" in (await response.json())["error"]["message"]
 
 
-@in_loop
 async def test_refused_calls_are_errors_of_the_request_or_of_the_service() -> None:
     team = Team({"one": {"": "1"}}, {})
     async with team as model:
@@ -244,7 +233,6 @@ async def test_refused_calls_are_errors_of_the_request_or_of_the_service() -> No
     assert team.recording.over_budget
 
 
-@in_loop
 async def test_a_policy_with_rollouts_of_its_own_is_not_called_in_those_of_another() -> None:
     async with Team({"left": {"": "1"}, "right": {"": "2"}}, {}, learners=["left", "right"]) as model:
         assert (await ask(model, "Say it.", "left")).text == "1"

@@ -22,7 +22,6 @@ from megaflow_hpc.errors import SandboxError, UserCodeError
 from megaflow_hpc.types import Task
 from tests.support.local_sandbox import LocalSandbox
 from tests.support.places import ROOT
-from tests.support.serving import in_loop
 
 TASK = Task("t", "Dö it.", "base", "/nowhere")
 NAME = "tests.support.odd_agent:Odd"
@@ -65,7 +64,6 @@ async def gone(pid: int) -> bool:
     return False
 
 
-@in_loop
 async def test_an_agent_works_on_its_sandbox_from_another_process(tmp_path: Path) -> None:
     counted: list[str] = []
 
@@ -85,7 +83,6 @@ async def test_an_agent_works_on_its_sandbox_from_another_process(tmp_path: Path
         assert result.exit_code == 124
 
 
-@in_loop
 async def test_what_one_agent_does_to_itself_costs_its_rollout_alone(tmp_path: Path) -> None:
     async with zygote() as found:
         good = asyncio.create_task(found.run(AgentJob(spec("pipe"), TASK, LocalSandbox(tmp_path / "good"))))
@@ -102,7 +99,6 @@ async def test_what_one_agent_does_to_itself_costs_its_rollout_alone(tmp_path: P
         assert (await good).exit_code == 124
 
 
-@in_loop
 async def test_a_process_has_ended_although_its_daemon_holds_the_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +108,6 @@ async def test_a_process_has_ended_although_its_daemon_holds_the_connection(
             await found.run(AgentJob(spec("leave a daemon"), TASK, LocalSandbox(tmp_path / "a")))
 
 
-@in_loop
 async def test_a_process_that_cannot_be_started_costs_its_rollout_alone(tmp_path: Path) -> None:
     async with zygote() as found:
         running, pid = await blocked(found, tmp_path)
@@ -129,7 +124,6 @@ async def test_a_process_that_cannot_be_started_costs_its_rollout_alone(tmp_path
         running.cancel()
 
 
-@in_loop
 async def test_a_limited_process_gets_more_cpu_time_while_it_responds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,7 +148,6 @@ def test_a_line_without_an_end_is_printed_in_parts() -> None:
         os.close(writing)
 
 
-@in_loop
 async def test_what_agents_print_bears_their_names_and_is_bounded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,7 +168,6 @@ async def test_what_agents_print_bears_their_names_and_is_bounded(
     assert "beyond" not in said
 
 
-@in_loop
 async def test_an_agent_that_blocks_is_ended_with_its_rollout(tmp_path: Path) -> None:
     async with zygote() as found:
         running, pid = await blocked(found, tmp_path)
@@ -185,14 +177,12 @@ async def test_an_agent_that_blocks_is_ended_with_its_rollout(tmp_path: Path) ->
         assert await gone(pid)
 
 
-@in_loop
 async def test_what_an_agent_started_ends_with_it(tmp_path: Path) -> None:
     async with zygote() as found:
         await found.run(AgentJob(spec("spawn", place=str(tmp_path / "pid")), TASK, LocalSandbox(tmp_path / "a")))
         assert await gone(int((tmp_path / "pid").read_text()))
 
 
-@in_loop
 async def test_a_sandbox_that_is_lost_is_the_same_error_there(tmp_path: Path) -> None:
     sandbox = LocalSandbox(tmp_path / "a")
     await sandbox.stop()
@@ -201,7 +191,6 @@ async def test_a_sandbox_that_is_lost_is_the_same_error_there(tmp_path: Path) ->
             await found.run(AgentJob(spec(""), TASK, sandbox))
 
 
-@in_loop
 async def test_agents_end_with_the_runner(tmp_path: Path) -> None:
     async with zygote() as found:
         running, pid = await blocked(found, tmp_path)

@@ -17,7 +17,7 @@ from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.campaign.local import living_pods
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.types import Rollout
-from tests.support.campaigns import CALL, Make, cli, planned, rows, run_local, running, small_rows, stored
+from tests.support.campaigns import CALL, Make, cli, planned, rows, run_local, running, small_rows, stored, verb
 from tests.support.waiting import until
 
 MODEL = "model: {engine: scripted, script: answers.yaml}\n"
@@ -133,13 +133,13 @@ def test_cancel_ends_a_pod_that_nobody_follows_any_more(make_campaign: Make) -> 
     process, run = running(make_campaign(12, agent="oracle", solution="sleep 3; echo 42 > answer"))
     process.kill()
     process.communicate()
-    done = json.loads(cli("cancel", run, "--json").stdout)
+    done = json.loads(verb("cancel", run, "--json").stdout)
     [pod] = done["pods"]
     assert (done["before"], done["cancelled"]) == ("running", [])
     until(lambda: living_pods(Run(run).ledger.leases().values()) == {}, "the pod has drained", 60)
     assert 1 <= stored(Run(run)) < 12
     assert Run(run).status()["pods"][0]["pod"].startswith(pod)
-    assert "cancelled" in cli("list", run).stdout
+    assert "cancelled" in verb("list", run).stdout
 
 
 @pytest.mark.slow
@@ -210,7 +210,7 @@ def test_what_cannot_work_is_refused_before_anything_is_made(
 ) -> None:
     campaign = make_campaign(1)
     campaign.write_text(campaign.read_text().replace(old, new))
-    done = cli("run", campaign, "--launcher", "local")
+    done = verb("run", campaign, "--launcher", "local")
     assert done.returncode == 2
     assert expected in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from megaflow_hpc import open_trajectories
+from megaflow_hpc.trajectory import Trajectory
 from tests.support.campaigns import cli, run_local
 
 TASKS = """\
@@ -21,7 +22,7 @@ class Sum:
 
     @classmethod
     def instances(cls):
-        return {f"sum-{a}": {"a": a, "b": 2} for a in range(COUNT)}
+        return {f"{cls.__name__.lower()}-{a}": {"a": a, "b": 2} for a in range(4)}
 
     async def score(self, sandbox, messages):
         return float(messages[-1]["content"] == "4")
@@ -30,6 +31,7 @@ class Touches(Sum):
     async def score(self, sandbox, messages):
         await sandbox.exec("true")
 """
+TWO = ("sum", "touches")
 AGENT = """\
 import asyncio
 import os
@@ -58,16 +60,16 @@ class Runs:
 """
 
 
-def conversing(tmp_path: Path, agent: Any = "asks:Asks", task: str = "Sum", count: int = 4) -> Path:
-    """Write a campaign of sums, one of which is 4."""
-    (tmp_path / "sums.py").write_text(TASKS.replace("COUNT", str(count)))
+def conversing(tmp_path: Path, agent: Any, *tasks: str) -> Path:
+    """Write a campaign of four sums of each class, one of which is 4."""
+    (tmp_path / "sums.py").write_text(TASKS)
     (tmp_path / "asks.py").write_text(AGENT)
     learning = Path(__file__).parents[2] / "launchers" / "learning" / "shell_agent.py"
     (tmp_path / "shell_agent.py").write_text(learning.read_text())
     (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": ["4"]}))
     fields = {
         "name": "sums",
-        "tasks": [f"sums:{task}"],
+        "tasks": [f"sums:{task}" for task in tasks or ("Sum",)],
         "agent": agent,
         "samples": 2,
         "model": {"engine": "scripted", "script": "answers.yaml"},
@@ -76,53 +78,44 @@ def conversing(tmp_path: Path, agent: Any = "asks:Asks", task: str = "Sum", coun
     return tmp_path / "campaign.yaml"
 
 
-@pytest.mark.slow
-def test_a_campaign_without_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGAFLOW_APPTAINER", "/nowhere/apptainer")  # any look for it would be an error
-    result, done = run_local(conversing(tmp_path))
-    assert done.returncode == 0, done.stderr
-    with open_trajectories(result["run"]) as store:
-        rows = {row.id: row.trajectory() for row in store}
-    assert sorted(rows) == [f"sum-{a}/default/{sample}" for a in range(4) for sample in range(2)]
-    assert {row.status for row in rows.values()} == {"completed"}
-    assert {name for name, row in rows.items() if row.reward == 1.0} == set(rows), "each is answered with 4"
-    assert all(row.messages[0]["content"].startswith("What is") and row.sequences for row in rows.values())
+def no_sandbox(rollout: str) -> str:
+    return f"task {rollout.partition('/')[0]} has no sandbox (image: none)"
 
 
 @pytest.mark.slow
-def test_a_crash_costs_no_other_rollout_its_result(tmp_path: Path) -> None:
-    result, done = run_local(conversing(tmp_path, "asks:CrashesForOne"))
-    assert done.returncode == 0, done.stderr
-    with open_trajectories(result["run"]) as store:
-        rows = {row.id: row.trajectory() for row in store}
-    assert {row.status for row in rows.values()} == {"completed"}
-    assert [len(row.turns) for row in rows.values()] == [1] * 8, "what was recorded before a crash is left out"
-    errors = {name for name, row in rows.items() if "its process ended with exit code 3" in row.error}
-    assert errors == {"sum-2/default/0", "sum-2/default/1"} == {name for name, row in rows.items() if row.error}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("agent", "task", "status", "error"),
-    [
-        ("asks:Crashes", "Sum", "failed", "its process ended with exit code 3"),
-        ("asks:Runs", "Sum", "failed", "task sum-0 has no sandbox (image: none)"),
-        ("asks:Asks", "Touches", "completed", "task sum-0 has no sandbox (image: none)"),
-    ],
-)
-def test_errors_of_agents_and_tasks_cost_their_rollouts(
-    tmp_path: Path, agent: str, task: str, status: str, error: str
+def test_a_campaign_without_images_in_which_a_crash_or_an_error_costs_no_other_rollout_its_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result, _ = run_local(conversing(tmp_path, agent, task, count=1))
+    monkeypatch.setenv("MEGAFLOW_APPTAINER", "/nowhere/apptainer")  # any look for it would be an error
+    agents = [{"as": name.lower(), "name": f"asks:{name}"} for name in ("Asks", "CrashesForOne", "Crashes", "Runs")]
+    result, done = run_local(conversing(tmp_path, agents, "Sum", "Touches"))
+    assert result["state"] == "finished", done.stderr
+    arms: dict[str, dict[str, Trajectory]] = {}
     with open_trajectories(result["run"]) as store:
-        rows = [row.trajectory() for row in store]
-    assert [row.status for row in rows] == [status] * 2
-    assert all(error in row.error for row in rows)
-    assert {row.reward for row in rows} == ({None} if status == "failed" else {0.0})
+        for row in store:
+            arms.setdefault(row.id.partition("+")[2].partition("/")[0], {})[row.id] = row.trajectory()
+    names = {arm: [f"{task}-{a}/default+{arm}/{n}" for task in TWO for a in range(4) for n in (0, 1)] for arm in arms}
+    assert {arm: sorted(rows) for arm, rows in arms.items()} == names
+    good, bad = ([arms[arm] for arm in pair] for pair in (("asks", "crashesforone"), ("crashes", "runs")))
+    assert {row.status for rows in good for row in rows.values()} == {"completed"}
+    assert {(row.status, row.reward) for rows in bad for row in rows.values()} == {("failed", None)}
+    for name, row in arms["asks"].items():
+        assert row.messages[0]["content"].startswith("What is")
+        assert row.sequences
+        assert row.reward == (1.0 if name.startswith("sum") else 0.0), "each is answered with 4"
+        assert (no_sandbox(name) in row.error) == name.startswith("touches"), "its tests use one"
+    assert all(no_sandbox(name) in row.error for name, row in arms["runs"].items())
+    crash = "its process ended with exit code 3"
+    assert all(crash in row.error for row in arms["crashes"].values())
+    one = arms["crashesforone"]
+    assert [len(row.turns) for row in one.values()] == [1] * 16, "what was recorded before a crash is left out"
+    crashed = {name for name, row in one.items() if crash in row.error}
+    assert crashed == {f"sum-2/default+crashesforone/{sample}" for sample in range(2)}
+    assert crashed == {name for name, row in one.items() if row.error and not name.startswith("touches")}
 
 
 def test_settings_of_a_sandbox_are_refused_without_one(tmp_path: Path) -> None:
-    campaign = conversing(tmp_path)
+    campaign = conversing(tmp_path, "asks:Asks")
     source = tmp_path / "sums.py"
     source.write_text(source.read_text().replace('image = "none"', 'image = "none"\n    network = "none"'))
     done = cli("check", campaign, "--no-site")

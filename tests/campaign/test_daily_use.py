@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -18,7 +17,7 @@ from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.config import ModelConfig, load
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.swebench.plan import read_tasks
-from tests.support.campaigns import Make, cli, planned, rows, run_local
+from tests.support.campaigns import Make, cli, planned, rows, run_local, verb
 from tests.support.processes import processes
 from tests.support.waiting import until
 
@@ -75,7 +74,7 @@ def test_a_pod_on_a_node_without_apptainer_says_so(make_campaign: Make) -> None:
     assert "apptainer: not on PATH" in done.stdout
     assert "2 of 2 rollouts are missing; once that is corrected, continue with: megaflow-hpc resume" in done.stdout
     run = done.stdout.splitlines()[-1].removeprefix("results: ")
-    assert "apptainer: not on PATH" in cli("status", run).stdout
+    assert "apptainer: not on PATH" in verb("status", run).stdout
 
 
 def test_a_campaign_for_slurm_does_not_run_on_a_login_node_by_default(make_campaign: Make) -> None:
@@ -94,54 +93,48 @@ def test_a_campaign_for_slurm_does_not_run_on_a_login_node_by_default(make_campa
     assert "--launcher local" in again.stderr
 
 
-@pytest.mark.parametrize("verb", ["check", "plan", "run"])
-@pytest.mark.parametrize(
-    ("extra", "said"),
-    [
-        ("samples: 1e9\n", "2,000,000,000 rollouts (tasks x policies x samples), expected at most 10,000,000"),
-        (f"scheduling: {{spare: {10**30}}}\n", "rollouts (tasks x policies x samples)"),
-        ("slurm: {pods: {count: 1e9}}\n", "expected a whole number of at least 1 and of at most 100000"),
-        ("slurm: {pods: {pools: [{count: 1e9}]}}\n", "of at least 1 and of at most 100000"),
-    ],
-)
-def test_counts_beyond_all_bounds_are_refused_in_little_memory(
-    make_campaign: Make, verb: str, extra: str, said: str
-) -> None:
-    campaign = make_campaign(1, extra)
-    done = in_one_gigabyte(verb, campaign)
-    assert done.returncode == 2, done.stderr
-    assert said in done.stderr
-    assert not campaign.with_name("runs").exists()
+BEYOND = {
+    "samples: 1e9\n": "2,000,000,000 rollouts (tasks x policies x samples), expected at most 10,000,000",
+    f"scheduling: {{spare: {10**30}}}\n": "rollouts (tasks x policies x samples)",
+    "slurm: {pods: {count: 1e9}}\n": "expected a whole number of at least 1 and of at most 100000",
+    "slurm: {pods: {pools: [{count: 1e9}]}}\n": "of at least 1 and of at most 100000",
+    "model: {engine: scripted, script: answers.yaml, servers: [1, 1000000000]}\n": "at most 10000 servers",
+}
+ONE_GIGABYTE = """
+import contextlib, io, json, resource, sys
+from megaflow_hpc.cli import main
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+for words in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        status = main(words)
+    print(json.dumps([status, said.getvalue()]))
+"""
+"""Runs verbs one after another with an address space of 1 GiB, and prints the exit status and the text of each."""
 
 
-def test_servers_beyond_all_bounds_are_refused_in_little_memory(make_campaign: Make) -> None:
-    model = "model: {engine: scripted, script: answers.yaml, servers: [1, 1000000000]}\n"
-    campaign = make_campaign(1, model, agent="mini-swe-agent", answers=["42"])
-    done = in_one_gigabyte("check", campaign)
-    assert done.returncode == 2
-    assert "at most 10000 servers" in done.stderr
-
-
-def test_millions_of_rollouts_are_counted_in_little_memory(make_campaign: Make) -> None:
-    campaign = make_campaign(1, "samples: 4_000_000\nslurm: {pods: {count: 3}}\n")
-    done = in_one_gigabyte("check", campaign, "--no-site")
-    assert "1 task, 8000000 rollouts" in done.stdout
-    assert in_one_gigabyte("check", campaign, "--no-site", "--max-rollouts", "5000").returncode == 2
-    done = in_one_gigabyte("run", campaign, "--launcher", "local", "--dry-run", "--rollout-seconds", "1")
-    assert "8000000 rollouts of 1 task in " in done.stderr, done.stderr
-
-
-def in_one_gigabyte(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Runs ``megaflow-hpc`` with an address space of 1 GiB."""
-
-    def confine() -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
-
-    command = [sys.executable, "-m", "megaflow_hpc", *map(str, arguments)]
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, preexec_fn=confine, env=environment, check=False
-    )
+def test_counts_beyond_all_bounds_are_refused_in_little_memory(make_campaign: Make, tmp_path: Path) -> None:
+    campaign, verbs = make_campaign(1, answers=["42"]), []
+    for number, extra in enumerate(BEYOND):
+        path = tmp_path / f"beyond{number}.yaml"
+        agent = "agent: mini-swe-agent" if "model" in extra else "agent: [oracle, nop]"
+        path.write_text(campaign.read_text().replace("agent: [oracle, nop]", agent) + extra)
+        verbs += [[name, str(path)] for name in ("check", "plan", "run")]
+    campaign.write_text(campaign.read_text() + "samples: 4_000_000\nslurm: {pods: {count: 3}}\n")
+    check = ["check", str(campaign), "--no-site"]
+    dry_run = ["run", str(campaign), "--launcher", "local", "--dry-run", "--rollout-seconds", "1"]
+    asked = json.dumps([*verbs, check, [*check, "--max-rollouts", "5000"], dry_run])
+    env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", ONE_GIGABYTE, asked]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=True)
+    *refused, counted, too_many, shown = map(json.loads, done.stdout.splitlines())
+    for words, (status, said) in zip(verbs, refused, strict=True):
+        assert status == 2, said
+        assert list(BEYOND.values())[int(Path(words[1]).stem[-1])] in said
+    assert not (tmp_path / "runs").exists()
+    assert "1 task, 8000000 rollouts" in counted[1]
+    assert too_many[0] == 2
+    assert "8000000 rollouts of 1 task in " in shown[1], shown
 
 
 def test_a_repaired_test_is_accepted_and_recorded(tmp_path: Path, make_campaign: Make) -> None:
@@ -159,8 +152,8 @@ def test_a_repaired_test_is_accepted_and_recorded(tmp_path: Path, make_campaign:
     [step] = change["changes"]
     assert task == "task0"
     assert step["before"] != step["after"] == change["files"]["content"]
-    for verb in (["status"], ["report", "--json", "--no-pictures"]):
-        assert "1 task was changed during the run and accepted" in cli(verb[0], run.path, *verb[1:]).stdout
+    for words in (["status"], ["report", "--json", "--no-pictures"]):
+        assert "1 task was changed during the run and accepted" in verb(words[0], run.path, *words[1:]).stdout
     assert "changed after the run was planned" not in cli("resume", run.path, "--launcher", "local").stderr
 
 
@@ -172,9 +165,9 @@ def test_tasks_that_a_campaign_leaves_out_may_be_invalid(tmp_path: Path, make_ca
     data = make_task(tmp_path / "tasks", "data") / "environment"
     data.mkdir(exist_ok=True)
     (data / "docker-compose.yml").write_text("services: {}\n")
-    assert "services.db.privileged: not supported" in cli("check", campaign, "--no-site").stderr
+    assert "services.db.privileged: not supported" in verb("check", campaign, "--no-site").stderr
     campaign.write_text(campaign.read_text().replace("tasks: tasks/*", "tasks: [{path: tasks/*, exclude: [serv*]}]"))
-    done = cli("check", campaign, "--no-site")
+    done = verb("check", campaign, "--no-site")
     assert "ok: 2 tasks, 4 rollouts" in done.stdout, done.stderr
 
 
@@ -208,40 +201,40 @@ def test_only_may_be_repeated(make_campaign: Make) -> None:
 
 
 def test_two_agents_of_one_class_are_refused_with_a_remedy(make_campaign: Make) -> None:
-    done = cli("check", make_campaign(1, agent="[oracle, oracle]"), "--no-site")
+    done = verb("check", make_campaign(1, agent="[oracle, oracle]"), "--no-site")
     assert done.returncode == 2
     assert "give each its own name, such as {as: careful, name: oracle}" in done.stderr
 
 
 def test_a_first_campaign_file_maps_the_image_of_new_tasks(tmp_path: Path) -> None:
     campaign = tmp_path / "campaign.yaml"
-    assert cli("tasks", "new", "a", tmp_path / "tasks").returncode == 0
-    assert cli("init", campaign).returncode == 0
+    assert verb("tasks", "new", "a", tmp_path / "tasks").returncode == 0
+    assert verb("init", campaign).returncode == 0
     assert load(campaign).environment.images == {"base": "docker://debian:12", "*": "docker://*"}
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "base.sif").touch()
-    assert cli("init", campaign, "--force").returncode == 0
+    assert verb("init", campaign, "--force").returncode == 0
     assert load(campaign).environment.images["base"] == "images/base.sif"
     assert len(campaign.read_text().splitlines()) <= 40
 
 
 def test_tasks_list_shows_the_valid_tasks_and_names_the_others(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
-        cli("tasks", "new", name, tmp_path)
+        verb("tasks", "new", name, tmp_path)
     (tmp_path / "b" / "task.toml").write_text("schema_version = 7\n")
-    done = cli("tasks", "list", tmp_path)
+    done = verb("tasks", "list", tmp_path)
     assert done.returncode == 2
     assert [line.split()[0] for line in done.stdout.splitlines()[2:]] == ["a", "c"]
     (error,) = done.stderr.splitlines()
     assert f"{tmp_path}/b/task.toml:1: schema_version = 7" in error
-    done = cli("tasks", "list", tmp_path / "[ab]", "--json")
+    done = verb("tasks", "list", tmp_path / "[ab]", "--json")
     assert (done.returncode, [task["id"] for task in json.loads(done.stdout)]) == (2, ["a"])
-    done = cli("tasks", "list", tmp_path / "c*")
+    done = verb("tasks", "list", tmp_path / "c*")
     assert (done.returncode, done.stderr) == (0, "")
     lines = tmp_path / "x.jsonl"
     line = {"instance_id": "d", "repo": "a/a", "problem_statement": "x", "FAIL_TO_PASS": ["t"], "runner": "named"}
     lines.write_text(f"{json.dumps(line)}\nbroken\n")
-    done = cli("tasks", "list", lines, "--json")
+    done = verb("tasks", "list", lines, "--json")
     assert (done.returncode, [task["id"] for task in json.loads(done.stdout)]) == (2, ["d"])
     assert f"{lines}:2: not JSON" in done.stderr
 
@@ -252,19 +245,19 @@ def test_a_task_that_cannot_be_read_is_left_out_and_counted_and_strict_refuses_i
     campaign = make_campaign(3, agent="oracle")
     name = sorted(path.name for path in (tmp_path / "tasks").iterdir())[1]
     (tmp_path / "tasks" / name / "task.toml").write_text("schema_version = 7\n")
-    done = cli("check", campaign, "--no-site")
+    done = verb("check", campaign, "--no-site")
     assert (done.returncode, done.stdout.rpartition(": ")[2]) == (0, "2 tasks, 2 rollouts; 1 task left out\n")
     assert f"{name}/task.toml:1: schema_version = 7" in done.stderr
-    found = json.loads(cli("check", campaign, "--no-site", "--json").stdout)
+    found = json.loads(verb("check", campaign, "--no-site", "--json").stdout)
     assert [f"{name}/task.toml:1" in line for line in found["left_out"]] == [True]
     run = planned(campaign)
     assert (run.record.left_out, run.record.total) == (1, 2)
     campaign.write_text(campaign.read_text().replace("tasks: tasks/*", "tasks: [{path: tasks/*, strict: true}]"))
-    done = cli("check", campaign, "--no-site")
+    done = verb("check", campaign, "--no-site")
     assert done.returncode == 2
     assert f"{name}/task.toml:1: schema_version = 7" in done.stderr
     campaign.write_text(campaign.read_text().replace("strict: true", f"strict: true, exclude: [{name}]"))
-    assert cli("check", campaign, "--no-site").returncode == 0
+    assert verb("check", campaign, "--no-site").returncode == 0
 
 
 def test_tasks_without_a_statement_are_left_out_of_an_import(tmp_path: Path) -> None:
@@ -274,17 +267,17 @@ def test_tasks_without_a_statement_are_left_out_of_an_import(tmp_path: Path) -> 
     lines = [{**smith, "instance_id": f"i{n}", "problem_statement": text} for n, text in enumerate(statements)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for options in ((), ("--workdir", "/here")):
-        done = cli("tasks", "import", path, "-o", tmp_path / "out", *options)
+        done = verb("tasks", "import", path, "-o", tmp_path / "out", *options)
         assert done.returncode == 0, done.stderr
         assert f"left out: {path}:2: problem_statement '': expected a text that is not empty" in done.stderr
         assert f"left out: {path}:3: problem_statement None: expected a text that is not empty" in done.stderr
         assert "1 instances, tested by named: 1; 2 left out" in done.stdout
         assert [task.id for task in read_tasks(tmp_path / "out" / "smith.jsonl")] == ["i0"]
-    assert cli("tasks", "import", path, "--strict").returncode == 2
+    assert verb("tasks", "import", path, "--strict").returncode == 2
     with pytest.raises(ConfigError, match=r"smith\.jsonl:2: problem_statement ''"):
         read_tasks(path)
     path.write_text(json.dumps(lines[2]) + "\n")
-    assert "smith.jsonl:1: problem_statement None: expected a text" in cli("tasks", "import", path).stderr
+    assert "smith.jsonl:1: problem_statement None: expected a text" in verb("tasks", "import", path).stderr
 
 
 def test_list_and_status_agree_on_a_run_that_was_copied_or_moved(tmp_path: Path, make_campaign: Make) -> None:
@@ -294,8 +287,8 @@ def test_list_and_status_agree_on_a_run_that_was_copied_or_moved(tmp_path: Path,
     home.mkdir()
 
     def told(path: Path) -> tuple[str, int]:
-        status = json.loads(cli("status", path, "--json").stdout)
-        (row,) = [row for row in json.loads(cli("list", path.parent, "--json").stdout) if row["path"] == str(path)]
+        status = json.loads(verb("status", path, "--json").stdout)
+        (row,) = [row for row in json.loads(verb("list", path.parent, "--json").stdout) if row["path"] == str(path)]
         assert (row["state"], row["done"]) == (status["state"], status["rollouts"]["completed"]), path.name
         return row["state"], row["done"]
 
@@ -330,6 +323,6 @@ def test_a_run_planned_by_another_version_whose_limits_have_another_key_runs(mak
 
 def test_usage_of_a_run_without_slurm_says_that_no_job_was_accounted(make_campaign: Make) -> None:
     run = planned(make_campaign(1))
-    done = cli("usage", run.path)
+    done = verb("usage", run.path)
     assert done.returncode == 0, done.stderr
     assert f"{run.path}: Slurm's accounting has no started job of it; report shows" in done.stderr

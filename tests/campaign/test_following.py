@@ -13,7 +13,7 @@ from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.monitor.status import STALE_S, Monitor
 from megaflow_hpc.monitor.usage import JobUse, totals
-from tests.support.campaigns import Make, cli, planned, running
+from tests.support.campaigns import Make, planned, running, verb
 from tests.support.processes import processes
 from tests.support.waiting import until
 
@@ -27,7 +27,7 @@ def test_a_pod_without_signs_of_life_is_silent_and_a_clock_that_is_off_does_not_
     run = planned(make_campaign(1))
     event(run, "pod", 2 * STALE_S, state="started", node="n1")
     event(run, "attempt", 2 * STALE_S, id="task0/oracle/0", attempt=0, kind="sandbox", error="x")
-    done = cli("status", run.path)
+    done = verb("status", run.path)
     assert re.search(r"pod 7_0.0 on n1 is silent for \d{3} s", done.stdout)
     assert "retried by cause: sandbox 1" in done.stdout
     monitor = Monitor(run.dir)
@@ -38,12 +38,12 @@ def test_a_pod_without_signs_of_life_is_silent_and_a_clock_that_is_off_does_not_
 
 def test_watch_follows_to_the_end_and_leaves(make_campaign: Make) -> None:
     run = Campaign.from_yaml(make_campaign(1)).submit(launcher="local")
-    done = cli("watch", run.path, "--every", "0.2", "--json")
+    done = verb("watch", run.path, "--every", "0.2", "--json")
     assert done.returncode == 0, done.stderr
     pages = [json.loads(line) for line in done.stdout.splitlines()]
     assert pages[-1]["state"] == "finished"
     assert pages[-1]["rollouts"]["completed"] == 2
-    done = cli("watch", run.path)  # no terminal: a line
+    done = verb("watch", run.path)  # no terminal: a line
     assert re.fullmatch(r"\d\d:\d\d:\d\d small: finished, 2/2 done, 0 running, pods 0\n", done.stdout)
     run.wait(timeout_s=60)
 

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ import pytest
 from megaflow_hpc.campaign.overview import _Look
 from megaflow_hpc.host.atomic import make_directory, write_json
 from megaflow_hpc.host.process import Identity
-from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.consumers import OpenLease
 from megaflow_hpc.monitor.state import run_state
 from megaflow_hpc.monitor.status import Monitor
@@ -23,6 +23,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import FINISHED, Marks
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.slurm.accounting import JobState
+from tests.support.ledgers import prepared
 
 Answer = list[JobState] | None
 """What Slurm says: ``None`` where nobody can tell."""
@@ -95,9 +96,7 @@ CASES: dict[str, tuple[str, Answer, list[Callable[[RunDir], object]]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_list_and_a_status_say_the_same(tmp_path: Path, case: str) -> None:
     state, live, steps = CASES[case]
-    run = RunDir(tmp_path / "run")
-    run.create()
-    Ledger(run).create()
+    run = prepared(tmp_path / "run")
     write_run(run, RunRecord(campaign={"name": "x"}, total=10))
     for step in steps:
         step(run)
@@ -111,24 +110,14 @@ def test_a_list_and_a_status_say_the_same(tmp_path: Path, case: str) -> None:
 
 
 def test_every_state_is_among_the_cases() -> None:
-    possible = {
-        run_state(finished=f, cancelled=c, serves=s, alive=a, waits=w, submitted=j, queued=q, started=b)
-        for f in (False, True)
-        for c in (False, True)
-        for s in (False, True)
-        for a in (False, True)
-        for w in (False, True)
-        for j in (False, True)
-        for q in (None, False, True)
-        for b in (False, True)
-    }
+    names = ("finished", "cancelled", "serves", "alive", "waits", "submitted", "started", "queued")
+    values = product(*[(False, True)] * 7, (None, False, True))
+    possible = {run_state(**dict(zip(names, each, strict=True))) for each in values}
     assert possible == {state for state, _, _ in CASES.values()}
 
 
 def test_a_list_and_a_status_count_what_a_killed_pod_stored_last(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
-    run.create()
-    Ledger(run).create()
+    run = prepared(tmp_path / "run")
     write_run(run, RunRecord(campaign={"name": "x"}, total=10))
     pod(run, "local-1", dead=True)
     with open(run.event_file("local-1", "0"), "a") as file:

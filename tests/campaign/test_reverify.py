@@ -11,6 +11,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
+from contextlib import chdir
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +44,7 @@ from megaflow_hpc.training.buffer import stored_rollout
 from megaflow_hpc.trajectories import open_trajectories
 from megaflow_hpc.trajectory import Trajectory
 from megaflow_hpc.types import Task, main_reward
-from tests.support.campaigns import cli, run_local
+from tests.support.campaigns import run_local, verb
 from tests.support.harbor_tasks import write_task
 from tests.support.waiting import until
 
@@ -186,9 +187,15 @@ def run(tmp_path_factory: pytest.TempPathFactory, base_sif: Path) -> RunDir:
 
 def reverify(run: RunDir, *arguments: str, status: int = 0) -> dict[str, Any]:
     """Call the verb in the campaign's directory; return its JSON."""
-    beside = Path(json.loads(run.run_json.read_text())["beside"])
-    command = [sys.executable, "-m", "megaflow_hpc", "reverify", str(run), "--json", *arguments]
-    done = subprocess.run(command, cwd=beside, capture_output=True, text=True, timeout=240, check=False)
+    paths, beside = [*sys.path], json.loads(run.run_json.read_text())["beside"]
+    with chdir(beside):
+        sys.path.insert(0, beside)
+        try:
+            done = verb("reverify", run, "--json", *arguments)
+        finally:
+            sys.path[:] = paths
+            for module in ("scorers", "things"):
+                sys.modules.pop(module, None)
     assert done.returncode == status, done.stderr
     return json.loads(done.stdout) if done.stdout else {"error": done.stderr}
 
@@ -217,7 +224,7 @@ def test_tasks_are_verified_again_as_they_are_today(run: RunDir) -> None:
         assert row.rewards == {"reward": 1.0, "turn.0": 0.5, "turn.1": 0.25, "stricter": 0.0, "verifier": 1.0}
         assert {"stricter", "verifier"} <= set(store.reward_names)
         assert [store[int(one)].task_id for one in store.select("rewards.stricter == 1")] == ["Out"]
-    shown = cli("show", run, "Fix/default/0")
+    shown = verb("show", run, "Fix/default/0")
     assert "stricter 0" in shown.stdout
 
 

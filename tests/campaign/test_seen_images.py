@@ -20,7 +20,7 @@ from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.trajectories import validate
 from megaflow_hpc.trajectories.journal.frames import read_frames
 from megaflow_hpc.trajectory import Trajectory, shown_images
-from tests.support.campaigns import cli, rows, run_local
+from tests.support.campaigns import cli, rows, run_local, verb
 from tests.support.samples import image
 from tests.support.waiting import until
 
@@ -89,36 +89,9 @@ def campaign(folder: Path, model: dict[str, Any], tasks: str = "look:Look", **ag
     return result
 
 
-def only(result: dict[str, Any]) -> Trajectory:
-    with open_trajectories(result["run"]) as store:
-        (row,) = store
-        return row.trajectory()
-
-
-@pytest.mark.slow
-def test_a_campaign_with_images_is_recorded_scored_shown_and_replayed(tmp_path: Path) -> None:
-    first = campaign(tmp_path, {"engine": "scripted", "script": "answers.yaml"})
-    assert validate(Path(first["run"], "trajectories.h5")) == []
-    seen = only(first)
-    assert (seen.status, seen.reward, seen.error) == ("completed", 1.0, "")
-    assert list(seen.images) == [screen.sha256 for screen in SCREENS[::2]]
-    shown = [[span.image for span in sequence.images] for sequence in seen.sequences]
-    assert shown[0] == [SCREENS[0].sha256] * 2, "the second prompt extends the first"
-    pairs = [[SCREENS[n].sha256, SCREENS[n + 1].sha256] for n in range(1, 7)]
-    assert shown[1:] == pairs, "a window that moves begins a sequence at each call"
-    assert len(shown_images(seen.messages)) > len(seen.images)
-    text = cli("show", first["run"], "0").stdout
-    assert "images    4, shown 14 times" in text
-    assert f"now:\n{SCREENS[-1].label}" in text
-    stored = sum(len(screen.data) for screen in SCREENS[::2])
-    journals = sum(path.stat().st_size for path in Path(first["run"], "journal").iterdir())
-    assert journals < 1.1 * stored + 20_000
-
-    again = only(campaign(tmp_path, {"engine": "replay", "path": first["run"]}))
-    assert again.images == seen.images
-    assert [one.images for one in again.sequences] == [one.images for one in seen.sequences]
-    assert [one.tokens for one in again.sequences] == [one.tokens for one in seen.sequences]
-    assert again.messages == seen.messages
+def trajectories(run: str) -> dict[str, Trajectory]:
+    with open_trajectories(run) as store:
+        return {row.id: row.trajectory() for row in store}
 
 
 def images_of(run: str) -> dict[str, list[tuple[str, str]]]:
@@ -131,19 +104,42 @@ def images_of(run: str) -> dict[str, list[tuple[str, str]]]:
 
 @pytest.mark.slow
 def test_runs_with_images_are_compared_scored_again_extended_and_reported(tmp_path: Path) -> None:
-    result = campaign(tmp_path, {"engine": "scripted", "script": "answers.yaml"}, "look:Look look:Turned")
-    run = result["run"]
+    """First they are recorded, shown, and replayed without an engine."""
+    both = "look:Look look:Turned"
+    run = campaign(tmp_path, {"engine": "scripted", "script": "answers.yaml"}, both)["run"]
     distinct = [screen.sha256 for screen in SCREENS[::2]]
     pairs = [(name, name) for name in distinct]
     assert images_of(run) == {"Look/default/0": pairs, "Turned/default/0": pairs}
+    assert validate(Path(run, "trajectories.h5")) == []
+    recorded = trajectories(run)
+    seen = recorded["Look/default/0"]
+    assert (seen.status, seen.reward, seen.error) == ("completed", 1.0, "")
+    shown = [[span.image for span in sequence.images] for sequence in seen.sequences]
+    assert shown[0] == [SCREENS[0].sha256] * 2, "the second prompt extends the first"
+    windows = [[SCREENS[n].sha256, SCREENS[n + 1].sha256] for n in range(1, 7)]
+    assert shown[1:] == windows, "a window that moves begins a sequence at each call"
+    assert len(shown_images(seen.messages)) > len(seen.images)
+    text = verb("show", run, "Look/default/0").stdout
+    assert "images    4, shown 14 times" in text
+    assert f"now:\n{SCREENS[-1].label}" in text
+    stored = sum(len(screen.data) for screen in SCREENS[::2])
+    journals = sum(path.stat().st_size for path in Path(run, "journal").iterdir())
+    assert journals < len(recorded) * (1.1 * stored + 20_000)
+    (tmp_path / "replay").mkdir()
+    replayed = campaign(tmp_path / "replay", {"engine": "replay", "path": run}, both)["run"]
+    for name, again in trajectories(replayed).items():
+        first = recorded[name]
+        assert (again.images, again.messages) == (first.images, first.messages)
+        assert [one.images for one in again.sequences] == [one.images for one in first.sequences]
+        assert [one.tokens for one in again.sequences] == [one.tokens for one in first.sequences]
 
-    told = json.loads(cli("diff", run, "Look/default/0", "Turned/default/0", "--json").stdout)
+    told = json.loads(verb("diff", run, "Look/default/0", "Turned/default/0", "--json").stdout)
     assert told["tokens"]["sequence"] == 0
     assert told["tokens"]["images"] == [distinct[0], distinct[1]]
     assert told["tokens"]["ids"][0] == told["tokens"]["ids"][1], "placeholders of images of one size are equal"
     assert told["tokens"]["sampled"] == [False, False]
     assert "images" not in told["fields"], "both show four"
-    text = cli("diff", run, "Look/default/0", "Turned/default/0").stdout
+    text = verb("diff", run, "Look/default/0", "Turned/default/0").stdout
     assert f"image sha256:{distinct[0][:8]}…  →  image sha256:{distinct[1][:8]}…" in text
     assert all(screen.label in text for screen in SCREENS)
 
@@ -175,7 +171,7 @@ def test_runs_with_images_are_compared_scored_again_extended_and_reported(tmp_pa
         assert len(stored["image_uses/image"]) == 24
     assert json.loads(cli("reverify", run, "--json").stdout)["scored"] == 4
 
-    done = cli("report", run, "--no-pictures")
+    done = verb("report", run, "--no-pictures")
     assert done.returncode == 0, done.stderr
     page = Path(run, "report", "index.html").read_text()
     assert [page.count(screen.url) for screen in SCREENS] == [1] * 8
@@ -278,7 +274,8 @@ def torn_journals(run: Run) -> set[str]:
 @pytest.mark.slow
 def test_a_rollout_with_more_images_than_its_limit_is_truncated_and_keeps_what_it_had(tmp_path: Path) -> None:
     room = 1.5 * len(SCREENS[0].data) / 1e6
-    seen = only(campaign(tmp_path, {"engine": "scripted", "script": "answers.yaml"}, max_image_mb=room))
+    model = {"engine": "scripted", "script": "answers.yaml"}
+    (seen,) = trajectories(campaign(tmp_path, model, max_image_mb=room)["run"]).values()
     assert seen.status == "truncated"
     assert "agent.max_image_mb allows" in seen.error
     assert (list(seen.images), len(seen.turns)) == ([SCREENS[0].sha256], 2)

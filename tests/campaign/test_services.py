@@ -28,7 +28,7 @@ from megaflow_hpc.pod.rollout.rollout import AttemptResult, run_attempt
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.types import AgentResult, HealthCheck, ModelEndpoint, Rollout, Sandbox, Task
-from tests.support.campaigns import Make, cli, rows, run_local
+from tests.support.campaigns import Make, rows, run_local, verb
 from tests.support.services import (
     BOUGHT,
     BUY,
@@ -55,7 +55,7 @@ def test_a_compose_task_and_the_campaigns_own_service_run(tmp_path: Path, base_s
     )
     echo = {"command": ["python3", "-c", ECHO, "7000", "echo "], "ports": [7000]}
     campaign = write_campaign(tmp_path, base_sif, services={"echo": echo})
-    validated = cli("tasks", "validate", tmp_path / "tasks" / "shop", "--campaign", campaign, "--json")
+    validated = verb("tasks", "validate", tmp_path / "tasks" / "shop", "--campaign", campaign, "--json")
     assert json.loads(validated.stdout)["valid"], validated.stdout
     result, done = run_local(campaign)
     assert done.returncode == 0, done.stderr
@@ -80,29 +80,27 @@ class Talks:
 """
 
 
-def test_a_python_task_has_services_of_its_own_next_to_a_task_without_a_sandbox(tmp_path: Path, base_sif: Path) -> None:
-    service = {"command": ["python3", "-c", ECHO, "7000", "echo "], "ports": [7000]}
-    (tmp_path / "asking.py").write_text(f"SERVICE = {service}\nASK = {ask('echo', 7000, 'hi')}\n{PYTHON_TASKS}")
-    result, done = run_local(write_campaign(tmp_path, base_sif, tasks=["asking:Asks", "asking:Talks"], agent="nop"))
-    assert done.returncode == 0, done.stderr
-    assert rows(result["run"]) == {"Asks/nop/0": ("completed", 1.0), "Talks/nop/0": ("completed", 1.0)}
-
-
-def test_a_service_that_is_never_healthy_fails_its_rollouts_by_name_and_no_others(
+def test_a_python_task_has_services_of_its_own_next_to_a_task_without_a_sandbox(
     tmp_path: Path, base_sif: Path, make_task: Make
 ) -> None:
+    """A task whose service is never healthy fails by the service's name, and no other task does."""
+    service = {"command": ["python3", "-c", ECHO, "7000", "echo "], "ports": [7000]}
+    (tmp_path / "asking.py").write_text(f"SERVICE = {service}\nASK = {ask('echo', 7000, 'hi')}\n{PYTHON_TASKS}")
     make_task(tmp_path / "tasks", "alone")
     sick = "services: {db: {image: base, command: [sh, -c, 'echo no disk; exit 3'], expose: [5432]}}"
     write_compose_task(tmp_path / "tasks", "sick", sick, {}, "true", "true")
-    result, _ = run_local(write_campaign(tmp_path, base_sif, agent="oracle"))
+    tasks = ["asking:Asks", "asking:Talks", "tasks/*"]
+    result, done = run_local(write_campaign(tmp_path, base_sif, tasks=tasks, agent="nop"))
     with open_trajectories(result["run"]) as store:
         found = {t.task_id: t for t in store}
-        assert (found["alone"].status, found["alone"].reward) == ("completed", 1.0)
-        failed = found["sick"]
+        failed = found.pop("sick")
         assert (failed.status, failed.error_kind, failed.attempt, failed.rewards) == ("failed", "sandbox", 2, {})
         assert failed.error == (
             "service db: its program ended with exit code 3 before it was healthy; its output ends with: no disk"
         )
+        assert {task: (t.status, t.reward) for task, t in found.items()} == {
+            "Asks": ("completed", 1.0), "Talks": ("completed", 1.0), "alone": ("completed", 0.0)
+        }, done.stderr  # fmt: skip
 
 
 def test_one_service_serves_the_whole_campaign(tmp_path: Path, base_sif: Path, make_task: Make) -> None:
@@ -181,7 +179,7 @@ def test_a_service_of_the_campaign_that_is_never_healthy_ends_it_with_the_cause(
         assert (failed.status, failed.error_kind, failed.rewards) == ("failed", "sandbox", {})
         error = failed.error
     assert "db: its program ended with exit code 3 before it was healthy; its output ends with: no disk" in error
-    (server,) = json.loads(cli("status", result["run"], "--json").stdout)["servers"]
+    (server,) = json.loads(verb("status", result["run"], "--json").stdout)["servers"]
     assert (server["policy"], server["state"]) == ("service:db", "failed")
 
 
@@ -210,7 +208,7 @@ def test_wrong_services_are_refused_when_planned(
 ) -> None:
     compose = "services: {shop: {image: base, command: 'true', expose: [5000]}}"
     write_compose_task(tmp_path / "tasks", "shop", compose, {}, "true", "true")
-    done = cli("check", write_campaign(tmp_path, base_sif, services=services), "--no-site")
+    done = verb("check", write_campaign(tmp_path, base_sif, services=services), "--no-site")
     assert done.returncode == 2, done.stdout
     assert re.search(said, done.stderr), done.stderr
 
@@ -232,7 +230,7 @@ def test_what_an_image_does_not_say_is_refused_when_it_is_known(
 ) -> None:
     write_compose_task(tmp_path / "tasks", "shop", f"services: {{shop: {service}}}", {}, "true", "true")
     environment = {"network": "host", "images": {"base": str(base_sif)}}
-    done = cli("run", write_campaign(tmp_path, base_sif, environment=environment), "--launcher", "local")
+    done = verb("run", write_campaign(tmp_path, base_sif, environment=environment), "--launcher", "local")
     assert (done.returncode, said in done.stderr) == (2, True), done.stderr
 
 

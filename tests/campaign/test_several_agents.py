@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.types import RolloutName
-from tests.support.campaigns import Make, cli, rows, run_local
+from tests.support.campaigns import Make, rows, run_local, verb
 from tests.support.scripted import SOLVE
 
 AGENTS = "[{as: careful, name: mini-swe-agent}, {as: hasty, name: mini-swe-agent, max_turns: 1}]"
@@ -27,13 +27,13 @@ def test_each_agent_runs_every_task_and_has_results_of_its_own(make_campaign: Ma
     assert rows(run) == {name: (statuses[name.split("/")[1]], 1.0) for name in ids}
     assert sorted(result["policies"]) == ARMS
     assert [policy["rollouts"] for policy in result["policies"].values()] == [4, 4]
-    figures = json.loads(cli("report", run, "--json").stdout)["runs"][0]
+    figures = json.loads(verb("report", run, "--json").stdout)["runs"][0]
     assert [(one["policy"], one["states"]["truncated"]) for one in figures["policies"]] == [(ARMS[0], 0), (ARMS[1], 4)]
-    assert cli("export", run, "--format", "preds,atif", "--output", tmp_path / "out").returncode == 0
+    assert verb("export", run, "--format", "preds,atif", "--output", tmp_path / "out").returncode == 0
     assert sorted(os.listdir(tmp_path / "out" / "atif" / "task0")) == ARMS
     files = [f"preds-{arm}-{sample}.json" for arm in ARMS for sample in range(2)]
     assert sorted(name for name in os.listdir(tmp_path / "out") if name.startswith("preds")) == files
-    shown = cli("show", run, ids[2], "--json")
+    shown = verb("show", run, ids[2], "--json")
     assert json.loads(shown.stdout)["agent"] == "hasty"
 
 

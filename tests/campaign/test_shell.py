@@ -16,7 +16,7 @@ from megaflow_hpc.cli.runs.shell import _find as find_rollout
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import add_blocks
 from megaflow_hpc.types import Rollout
-from tests.support.campaigns import Make, cli, planned
+from tests.support.campaigns import Make, cli, planned, verb
 
 ASK_S = 60.0
 
@@ -54,7 +54,7 @@ def test_a_command_runs_as_the_agents_would_and_gives_its_status(run: Path) -> N
         (("task9/oracle/0", "--command", "true"), "'task9/oracle/0'; ids are <task>/<policy>/<sample>, such as task0/"),
         (("task0", "--command", "true"), "no rollout 'task0'"),
     ):
-        refused = cli("shell", run, *words)
+        refused = verb("shell", run, *words)
         assert (refused.returncode, refused.stdout) == (2, "")
         assert said in refused.stderr
 

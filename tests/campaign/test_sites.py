@@ -45,9 +45,8 @@ def test_a_sites_proxy_takes_no_call_to_gateway_or_engine(tmp_path: Path, make_c
     with socket.socket() as taken:  # a proxy that is down: nobody listens at its port
         taken.bind(("127.0.0.1", 0))
         proxy = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        proxies = {
-            name: proxy for kind in ("http", "https", "all") for name in (f"{kind}_proxy", f"{kind.upper()}_PROXY")
-        }
+        names = [f"{kind}_proxy" for kind in ("http", "https", "all")]
+        proxies = dict.fromkeys([*names, *map(str.upper, names)], proxy)
         done = cli("run", campaign, "--launcher", "local", "--run-dir", tmp_path / "run", **proxies, NO_PROXY=".site")
     assert done.returncode == 0, done.stderr
     assert rows(tmp_path / "run") == {"task0/default/0": ("completed", 0.0)}
@@ -83,10 +82,7 @@ def test_each_role_may_have_its_own_interpreter_and_scratch(tmp_path: Path, monk
     by_machine = 'case "$TEST_MACHINE" in aarch64) export MEGAFLOW_PYTHON=/arm/python;; esac'
     slurm = {
         "setup": [by_machine],
-        "pods": {
-            "setup": "export MEGAFLOW_SCRATCH=/local/nvme",
-            "pools": [{"count": 2}],
-        },
+        "pods": {"setup": "export MEGAFLOW_SCRATCH=/local/nvme", "pools": [{"count": 2}]},
         "servers": {"setup": ["export MEGAFLOW_PYTHON=/grace/python", "export MEGAFLOW_ENGINE_VENV=/grace/engine"]},
     }
     config = CampaignConfig(name="x", tasks="t", agent="nop", slurm=slurm)
@@ -108,14 +104,10 @@ def test_a_trainer_follows_the_interpreter_of_its_setup(tmp_path: Path, monkeypa
         monkeypatch.delenv(name, raising=False)
 
     def python(*setup: str, **environ: str) -> str:
-        fields = {
-            "name": "x",
-            "tasks": "t",
-            "agent": "nop",
-            "model": {"path": "m"},
-            "slurm": {"trainer": {"setup": setup}},
-        }
-        config = CampaignConfig(**fields, training={"policies": {"default": {}}}, samples=2)
+        slurm, training = {"trainer": {"setup": setup}}, {"policies": {"default": {}}}
+        config = CampaignConfig(
+            name="x", tasks="t", agent="nop", model={"path": "m"}, samples=2, slurm=slurm, training=training
+        )
         (value,) = of_role(tmp_path, "trainer", config, "MEGAFLOW_TRAINER_PYTHON", **environ)
         return value
 
@@ -131,23 +123,15 @@ def test_a_trainer_follows_the_interpreter_of_its_setup(tmp_path: Path, monkeypa
 def test_scripts_tell_env_sh_their_role(tmp_path: Path) -> None:
     pools = [{"count": 1}, {"partition": "arm"}]
     config = CampaignConfig(name="x", tasks="t", agent="nop", slurm={"pods": {"pools": pools}})
-    roles = {
-        name: re.findall(r"^role=(\S+)", script.script(job), re.MULTILINE)
-        for name, job in {
-            "pods": script.pod_job(config, RunDir("/r")),
-            "pool": script.pod_job(config, RunDir("/r"), pool=config.slurm.pods.pools[1]),
-            "gather": script.gather_job(config, RunDir("/r"), ""),
-            "servers": script.server_job(config, RunDir("/r"), 1, 1),
-            "trainer": script.trainer_job(config, RunDir("/r"), "default"),
-        }.items()
-    }
-    assert roles == {
-        "pods": ["pods"],
-        "pool": ["pods"],
-        "gather": ["pods"],
-        "servers": ["servers"],
-        "trainer": ["trainer"],
-    }
+    run = RunDir("/r")
+    for job, role in (
+        (script.pod_job(config, run), "pods"),
+        (script.pod_job(config, run, pool=config.slurm.pods.pools[1]), "pods"),
+        (script.gather_job(config, run, ""), "pods"),
+        (script.server_job(config, run, 1, 1), "servers"),
+        (script.trainer_job(config, run, "default"), "trainer"),
+    ):
+        assert re.findall(r"^role=(\S+)", script.script(job), re.MULTILINE) == [role]
 
 
 def test_an_interpreter_for_another_architecture_is_named(tmp_path: Path) -> None:

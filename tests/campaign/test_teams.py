@@ -150,11 +150,8 @@ def test_a_writer_and_a_checker_from_the_file_to_the_record(tmp_path: Path, monk
         for row in rows:
             trajectory = row.trajectory()
             assert [turn.role for turn in trajectory.turns] == ["writer", "checker"] * 2
-            assert [(s.policy, len(s.tokens) > 0) for s in trajectory.sequences] == [
-                ("author", True),
-                ("second", True),
-                ("second", True),
-            ]
+            assert [s.policy for s in trajectory.sequences if len(s.tokens)] == ["author", "second", "second"]
+            assert len(trajectory.sequences) == 3
             assert row.rewards == {"reward": 1.0, "right": 1.0}
     shown = cli("show", result["run"], "Sum/author/0", "--json")
     assert {one["role"] for one in json.loads(shown.stdout)["conversations"]} == {"writer", "checker"}

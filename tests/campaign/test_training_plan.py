@@ -263,6 +263,5 @@ training:
         return
     (line,) = found
     key = f"training.policies.default.columns.{column}"
-    assert re.match(
-        rf"{re.escape(str(file))}:\d+: {key}: megaflow_hpc.*:{column}: reads earlier versions, but {said}", line
-    )
+    expected = rf"{re.escape(str(file))}:\d+: {key}: megaflow_hpc.*:{column}: reads earlier versions, but {said}"
+    assert re.match(expected, line)

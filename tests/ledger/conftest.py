@@ -6,14 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.layout import RunDir
+from tests.support.ledgers import prepared
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     """A run directory with a ledger."""
-    run = RunDir(tmp_path / "run")
-    run.create()
-    Ledger(run).create()
-    return run
+    return prepared(tmp_path / "run")

@@ -21,10 +21,10 @@ from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import EventWriter, RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
-from tests.support.ledgers import LEASE, Clock, rollouts
+from tests.support.ledgers import LEASE, Clock, prepared, rollouts
 from tests.support.operations import counted
 
-OLD = 20_000
+OLD = 6000
 PODS = 20
 TURN_S = 0.5
 
@@ -69,14 +69,6 @@ def go_by(clock: Clock, seconds: float, *pods: Pod) -> None:
         clock.now += TURN_S
         for pod in pods:
             pod.turn()
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path / "run")
-    run.create()
-    Ledger(run).create()
-    return run
 
 
 def leave_leases(run: RunDir, count: int, pods: int) -> None:
@@ -128,10 +120,8 @@ def operations(run: RunDir, old: int) -> dict[str, int]:
     return cost
 
 
-def test_what_20000_old_starts_cost(run: RunDir, tmp_path: Path) -> None:
-    fresh = RunDir(tmp_path / "fresh")
-    fresh.create()
-    Ledger(fresh).create()
+def test_what_6000_old_starts_cost(run: RunDir, tmp_path: Path) -> None:
+    fresh = prepared(tmp_path / "fresh")
     without, with_old = operations(fresh, 0), operations(run, OLD)
     print(f"without old starts {without}, with {OLD} {with_old}")
     earlier = OLD // PODS
@@ -402,7 +392,7 @@ def test_claims_stay_while_an_earlier_holder_lives_that_could_end_its_block_with
 # --- a coordinator that is killed -------------------------------------------------------------------------------------
 
 
-def test_a_coordinator_is_killed_in_its_survey_of_20000_leases_and_the_next_one_finishes(run: RunDir) -> None:
+def test_a_coordinator_is_killed_in_its_survey_of_6000_leases_and_the_next_one_finishes(run: RunDir) -> None:
     clock = Clock()
     write_blocks(run, rollouts(PODS), size=1)
     leave_leases(run, OLD, OLD)  # each of another element, so all must be read once

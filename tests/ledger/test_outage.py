@@ -16,13 +16,12 @@ import megaflow_hpc
 from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, files, write_blocks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.types import Rollout
+from tests.support.ledgers import prepared
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path / "run")
-    run.create()
-    Ledger(run).create()
+    run = prepared(tmp_path / "run")
     write_blocks(run, [Rollout(f"t{n}", "oracle", 0, "oracle") for n in range(2)], size=1)
     return run
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.errors import ConfigError, LedgerError
-from megaflow_hpc.ledger import Ledger, write_blocks
+from megaflow_hpc.ledger import write_blocks
 from megaflow_hpc.ledger.tasks import PlannedTask, TaskFile, image_files, planned_tasks, write_tasks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord, read_run, write_run
 from megaflow_hpc.types import Rollout, Task
+from tests.support.ledgers import prepared
 from tests.support.pods import IoPod
 
 COUNT = 400
@@ -26,9 +27,7 @@ def task(number: int) -> PlannedTask:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path / "run")
-    run.create()
-    Ledger(run).create()
+    run = prepared(tmp_path / "run")
     write_run(run, RunRecord(campaign={"name": "x"}, packed=write_tasks(run, (task(n) for n in range(COUNT)))))
     return run
 

@@ -34,7 +34,7 @@ from megaflow_hpc.types import ModelEndpoint
 from tests.support.backends import proxy_of_script
 from tests.support.crowds import raw
 from tests.support.places import ROOT
-from tests.support.serving import Servers, call, conversation, endpoint, in_loop, listening
+from tests.support.serving import Servers, call, conversation, endpoint, listening
 
 ECHO = {"default": ["fine"]}
 
@@ -134,7 +134,6 @@ INVALID = {
 }
 
 
-@in_loop
 async def test_json_that_no_engine_should_see_is_a_400(served: Servers, caplog: pytest.LogCaptureFixture) -> None:
     async with served.gateway() as gateway:
         model = await gateway.open("t/default/0", "default")
@@ -146,7 +145,6 @@ async def test_json_that_no_engine_should_see_is_a_400(served: Servers, caplog: 
     assert not any(r.exc_info for r in caplog.records)
 
 
-@in_loop
 async def test_large_requests_of_honest_agents_pass(served: Servers) -> None:
     """Long outputs full of brackets, quotes and commas; a long prompt as token ids; a picture."""
     async with served.gateway() as gateway:
@@ -164,7 +162,6 @@ async def parts(number: int) -> AsyncIterator[bytes]:
         yield bytes(MIB)
 
 
-@in_loop
 async def test_a_body_that_is_too_long_is_a_413(servers: Servers) -> None:
     async with servers.gateway() as gateway:
         model = await gateway.open("t/default/0", "default")
@@ -192,7 +189,6 @@ async def test_a_body_that_is_too_long_is_a_413(servers: Servers) -> None:
     ],
 )
 @pytest.mark.parametrize("where", ["gateway", "proxy"])
-@in_loop
 async def test_a_malformed_body_is_a_400_without_a_traceback(
     servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture, where: str, framing: str, body: bytes
 ) -> None:
@@ -210,7 +206,6 @@ async def test_a_malformed_body_is_a_400_without_a_traceback(
     assert not any(r.exc_info for r in caplog.records)
 
 
-@in_loop
 async def test_a_members_bodies_are_bounded_at_a_pools_proxy(tmp_path: Path, servers: Servers) -> None:
     pool = EnginePool(servers.run.path)
     async with proxy_of_script(tmp_path, tenants=Tenants(pool, {})) as (proxy, _):
@@ -249,7 +244,6 @@ async def half_sent(model: ModelEndpoint, port: int, number: int, length: int) -
             writer.transport.abort()
 
 
-@in_loop
 async def test_half_sent_bodies_of_one_rollout_take_bounded_memory_and_leave_others_served() -> None:
     with GatewayProcess() as gateway:
         gateway.ask(servers=[])
@@ -262,7 +256,6 @@ async def test_half_sent_bodies_of_one_rollout_take_bounded_memory_and_leave_oth
         assert gateway.peak_mib() - before < 3 * MAX_BODY // MIB
 
 
-@in_loop
 async def test_calls_of_one_rollout_take_turns_and_none_is_lost() -> None:
     quota, order, held = RolloutQuota(100, calls=3), [], 0
 
@@ -319,7 +312,6 @@ async def refusing_engine() -> AsyncIterator[dict[str, Any]]:
         yield endpoint(port, "default")
 
 
-@in_loop
 async def test_a_neighbours_call_is_answered_soon_while_a_hostile_body_is_read() -> None:
     """The delay is the processor time that the gateway spends during the call, so a busy machine does not matter."""
     with GatewayProcess() as gateway:
@@ -365,7 +357,6 @@ def test_values_are_counted_outside_of_strings() -> None:
 # --- large bodies and other calls ---
 
 
-@in_loop
 async def test_other_rollouts_are_served_while_a_large_body_is_dealt_with(servers: Servers) -> None:
     servers.script(ECHO)
     async with servers.gateway() as gateway:

@@ -25,7 +25,7 @@ from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import NEUTRAL, ModelEndpoint
 from tests.support.poison import GOOD, POISON, TOOL, image
 from tests.support.samples import image as image_file
-from tests.support.serving import call_failure, endpoint, in_loop, listening
+from tests.support.serving import call_failure, endpoint, listening
 from tests.support.split_engine import SplitEngine
 
 
@@ -76,7 +76,6 @@ async def call(model: ModelEndpoint, path: str, body: Any) -> tuple[int, dict[st
 
 @pytest.mark.parametrize("protocol", ["plain", "split"])
 @pytest.mark.parametrize("path", POISON)
-@in_loop
 async def test_poison_reaches_no_engine_and_keeps_nobody_waiting(path: str, protocol: str) -> None:
     engine = SplitEngine(Script(default=(ScriptedAnswer("good"),)), "m") if protocol == "split" else None
     async with serving(upstream := Upstream(engine), protocol) as gateway:
@@ -95,7 +94,6 @@ async def test_poison_reaches_no_engine_and_keeps_nobody_waiting(path: str, prot
 
 
 @pytest.mark.parametrize(("path", "body"), [(path, body) for path in POISON for body in POISON[path][:3]])
-@in_loop
 async def test_a_refusal_names_the_option(path: str, body: dict[str, Any]) -> None:
     async with serving(Upstream()) as gateway:
         model = await gateway.open("t/p/0", "p")
@@ -190,7 +188,6 @@ HARMLESS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", HARMLESS)
-@in_loop
 async def test_what_clients_send_without_need_is_left_out_and_the_call_answered(path: str) -> None:
     async with serving(upstream := Upstream()) as gateway:
         model = await gateway.open("t/p/0", "p")
@@ -207,7 +204,6 @@ async def test_what_clients_send_without_need_is_left_out_and_the_call_answered(
 PIXEL = image_file(1, 1).url
 
 
-@in_loop
 async def test_unknown_fields_of_messages_parts_calls_and_tools_are_left_out() -> None:
     said = {"role": "assistant", "content": None, "refusal": None, "audio": None, "annotations": [], "task": "x"}
     said["tool_calls"] = [
@@ -244,7 +240,6 @@ async def test_unknown_fields_of_messages_parts_calls_and_tools_are_left_out() -
     assert upstream.bodies[0]["tools"] == [TOOL]
 
 
-@in_loop
 async def test_options_that_are_allowed_reach_the_engine_as_they_are() -> None:
     schema = {"type": "object", "properties": {"id": {"pattern": "^[0-9a-f]{8}-[0-9a-f]{4}$"}}, "required": ["id"]}
     given_: dict[str, Any] = {
@@ -286,7 +281,6 @@ async def test_options_that_are_allowed_reach_the_engine_as_they_are() -> None:
         "data:text/html;base64,aGk=",
     ],
 )
-@in_loop
 async def test_images_are_sent_as_data_and_never_by_their_address(url: str) -> None:
     async with serving(upstream := Upstream()) as gateway:
         model = await gateway.open("t/p/0", "p")
@@ -322,7 +316,6 @@ class Reluctant(Upstream):
         return await super().answer(body, request, handler)
 
 
-@in_loop
 async def test_an_agent_that_writes_an_options_name_does_not_change_how_a_server_is_asked() -> None:
     async with serving(Reluctant()) as gateway:
         bad, good = await gateway.open("t/p/0", "p"), await gateway.open("u/p/0", "p")
@@ -336,7 +329,6 @@ async def test_an_agent_that_writes_an_options_name_does_not_change_how_a_server
 
 
 @pytest.mark.parametrize(("word", "tries"), [("worse", 3), ("forbidden", 3), ("unheard of", 1)])
-@in_loop
 async def test_a_request_at_which_an_engine_fails_is_told_so_and_delays_no_other(word: str, tries: int) -> None:
     async with serving(upstream := Reluctant()) as gateway:
         bad, good = await gateway.open("t/p/0", "p"), await gateway.open("u/p/0", "p")
@@ -364,7 +356,6 @@ class Broken(Upstream):
         return web.json_response({"error": {"message": "EngineDeadError"}}, status=500)
 
 
-@in_loop
 async def test_an_engine_that_fails_at_everything_is_the_services_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failover, "RETRY_S", 0.02)
     async with serving(upstream := Broken()) as gateway:
@@ -378,7 +369,6 @@ async def test_an_engine_that_fails_at_everything_is_the_services_failure(monkey
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/completions"])
-@in_loop
 async def test_a_request_at_which_an_engine_fails_is_no_outage_though_nobody_else_asks(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -409,7 +399,6 @@ class Dropping(Reluctant):
         return await super().answer(body, request, handler)
 
 
-@in_loop
 async def test_a_request_at_which_a_server_breaks_the_connection_is_refused_if_it_answers_another() -> None:
     async with serving(Dropping(), wait_s=1.0) as gateway:
         model = await gateway.open("t/p/0", "p")
@@ -434,7 +423,6 @@ class Wordless(Upstream):
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/completions"])
-@in_loop
 async def test_an_answer_without_ids_is_taken_for_its_text_and_counted(path: str) -> None:
     async with serving(upstream := Wordless({"logprobs": {"token_logprobs": [None, -1.0]}})) as gateway:
         model = await gateway.open("t/p/0", "p")
@@ -446,7 +434,6 @@ async def test_an_answer_without_ids_is_taken_for_its_text_and_counted(path: str
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/completions"])
-@in_loop
 async def test_an_answer_that_cannot_be_recorded_is_refused_at_once_and_no_servers_failure(path: str) -> None:
     unusable = {"token_ids": [1, 2], "prompt_token_ids": [1], "logprobs": {"token_logprobs": [None, -1.0]}}
     async with serving(upstream := Wordless(unusable)) as gateway:

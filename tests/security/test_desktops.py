@@ -65,15 +65,13 @@ async def write(sandbox: Sandbox, text: str) -> None:
     await asyncio.sleep(0.3)
 
 
-async def developer_tools(sandbox: Sandbox) -> None:
+async def open_developer_tools(sandbox: Sandbox) -> None:
+    """By keys and by the menu. The policy refuses both."""
     for name in ("F12", "ctrl+shift+j", "ctrl+shift+i"):
         await keys(sandbox, name)
         await asyncio.sleep(1.5)
         await write(sandbox, FORGE)
         await keys(sandbox, "Return")
-
-
-async def inspect_by_the_menu(sandbox: Sandbox) -> None:
     await act(sandbox, action="right_click", coordinate=[250, 640])
     await asyncio.sleep(0.5)
     await keys(sandbox, "Up", "Return")
@@ -93,13 +91,15 @@ async def load_again_and_solve(sandbox: Sandbox) -> None:
     await click_button(sandbox, "TWO")  # which is wrong
     await keys(sandbox, "F5")
     await asyncio.sleep(1.0)
-    await act(sandbox, action="left_click", coordinate=[240, 300])  # START
-    await asyncio.sleep(0.5)
-    await click_button(sandbox, "ONE")
+    await start_and_solve(sandbox)
 
 
 async def begin_again_and_solve(sandbox: Sandbox) -> None:
     await click_button(sandbox, "TWO")
+    await start_and_solve(sandbox)
+
+
+async def start_and_solve(sandbox: Sandbox) -> None:
     await act(sandbox, action="left_click", coordinate=[240, 300])
     await asyncio.sleep(0.5)
     await click_button(sandbox, "ONE")
@@ -142,7 +142,7 @@ async def click_button(sandbox: Sandbox, name: str) -> None:
 @pytest.mark.parametrize(
     "attack",
     [
-        *(developer_tools, inspect_by_the_menu, address_bar, load_again_and_solve, begin_again_and_solve),
+        *(open_developer_tools, address_bar, load_again_and_solve, begin_again_and_solve),
         *(close_the_browser, end_the_x_server, open_pages_without_end, leave_modules),
     ],
 )
@@ -172,7 +172,18 @@ def test_text_without_end_ends_the_browser_before_the_service(desktop_sif: Path,
     assert reward_of("copy-paste", asks, desktop_sif, scratch, tmp_path, fill_the_memory_with_text) == 0.0
 
 
-def test_the_solution_gives_the_reward_and_the_screen_does_not_show_it(
+WAIT = (
+    "import json, socket, time\n"
+    "wait = json.dumps({'verb': 'do', 'action': {'action': 'wait', 'duration': 60}})\n"
+    "address = (socket.gethostbyname('screen'), 7900)\n"
+    "held = [socket.create_connection(address) for _ in range(5)]\n"
+    "for connection in held: connection.sendall(wait.encode() + b'\\n')\n"
+    "time.sleep(1)\n"
+)
+"""Sends actions that wait. The verifier has 60 s, which is what one of them may take."""
+
+
+def test_the_solution_gives_the_reward_which_no_screen_shows_and_no_waiting_action_delays(
     desktop_sif: Path, scratch: Path, tmp_path: Path
 ) -> None:
     async def solve(sandbox: Sandbox) -> None:
@@ -186,6 +197,7 @@ def test_the_solution_gives_the_reward_and_the_screen_does_not_show_it(
         look = "from PIL import Image; print(Image.open('/tmp/a.png').crop((260, 0, 504, 640)).getcolors())"
         colors = (await sandbox.exec(["python3", "-c", look])).stdout
         assert colors.count("(") == 2, colors
+        await sandbox.exec(["python3", "-c", WAIT])
 
     assert reward_of("click-test-2", "Click button ONE.", desktop_sif, scratch, tmp_path, solve) == 1.0
 
@@ -200,24 +212,6 @@ def test_a_solution_after_the_time_of_the_episode_has_no_reward(
         await click_button(sandbox, "ONE")
 
     assert reward_of("click-test-2", "Click button ONE.", desktop_sif, scratch, tmp_path, solve_late) == 0.0
-
-
-def test_actions_that_still_wait_do_not_delay_the_verdict(desktop_sif: Path, scratch: Path, tmp_path: Path) -> None:
-    """The verifier has 60 s, which is what one of them may take."""
-    send = (
-        "import json, socket, time\n"
-        "wait = json.dumps({'verb': 'do', 'action': {'action': 'wait', 'duration': 60}})\n"
-        "address = (socket.gethostbyname('screen'), 7900)\n"
-        "held = [socket.create_connection(address) for _ in range(5)]\n"
-        "for connection in held: connection.sendall(wait.encode() + b'\\n')\n"
-        "time.sleep(1)\n"
-    )
-
-    async def solve_and_wait(sandbox: Sandbox) -> None:
-        await click_button(sandbox, "ONE")
-        await sandbox.exec(["python3", "-c", send])
-
-    assert reward_of("click-test-2", "Click button ONE.", desktop_sif, scratch, tmp_path, solve_and_wait) == 1.0
 
 
 def test_markup_that_is_typed_runs_no_code(desktop_sif: Path, scratch: Path, tmp_path: Path) -> None:
@@ -254,7 +248,24 @@ def test_actions_on_elements_neither_leave_the_page_nor_run_code(
     assert reward_of("click-test-2", "Click button ONE.", desktop_sif, scratch, tmp_path, attack) == 1.0
 
 
-def test_the_agent_reaches_nothing_of_the_page_but_the_port_of_screen(
+FLOOD = (
+    "import socket, sys, time\n"
+    "host = (socket.gethostbyname('screen'), 7900)\n"
+    "held = [socket.create_connection(host) for _ in range(100)]\n"
+    "for body in sys.stdin.read().split('\\n'):\n"
+    "    with socket.create_connection(host) as connection:\n"
+    "        connection.sendall(body.encode() + b'\\n')\n"
+    "        connection.shutdown(socket.SHUT_WR)\n"
+    "        connection.recv(100)\n"
+    "import subprocess\n"
+    "print(subprocess.run(['screen', 'do', sys.argv[1]], capture_output=True, text=True).stdout)\n"
+)
+BODIES = ["", "{", "[]", "null", "{}", '{"verb": 1}', '{"verb": "do"}', '{"verb": "do", "action": 1}']
+BODIES += ['{"verb": "tree", "scale": [1e9, 1]}', '{"verb": "tree", "scale": "x"}', "[" * 100_000, "9" * 100_000]
+"""Requests that are none."""
+
+
+def test_the_agent_reaches_of_the_page_only_the_port_of_screen_and_holds_up_nobody_there(
     desktop_sif: Path, scratch: Path, tmp_path: Path
 ) -> None:
     async def look(sandbox: Sandbox) -> None:
@@ -274,33 +285,11 @@ def test_the_agent_reaches_nothing_of_the_page_but_the_port_of_screen(
             "print(found)"
         )
         assert (await sandbox.exec(["python3", "-c", probe], timeout_s=60)).stdout.strip() == f"[{miniwob.PORT}]"
-
-    assert reward_of("click-test", "Click the button.", desktop_sif, scratch, tmp_path, look) == 0.0
-
-
-def test_requests_that_are_none_hold_up_nobody(desktop_sif: Path, scratch: Path, tmp_path: Path) -> None:
-    bodies = ["", "{", "[]", "null", "{}", '{"verb": 1}', '{"verb": "do"}', '{"verb": "do", "action": 1}']
-    bodies += ['{"verb": "tree", "scale": [1e9, 1]}', '{"verb": "tree", "scale": "x"}', "[" * 100_000, "9" * 100_000]
-    flood = (
-        "import socket, sys, time\n"
-        "host = (socket.gethostbyname('screen'), 7900)\n"
-        "held = [socket.create_connection(host) for _ in range(100)]\n"
-        "for body in sys.stdin.read().split('\\n'):\n"
-        "    with socket.create_connection(host) as connection:\n"
-        "        connection.sendall(body.encode() + b'\\n')\n"
-        "        connection.shutdown(socket.SHUT_WR)\n"
-        "        connection.recv(100)\n"
-        "import subprocess\n"
-        "print(subprocess.run(['screen', 'do', sys.argv[1]], capture_output=True, text=True).stdout)\n"
-    )
-
-    async def attack(sandbox: Sandbox) -> None:
-        done = await sandbox.exec(
-            ["python3", "-c", flood, '{"action": "screenshot"}'], user_input="\n".join(bodies), timeout_s=60
-        )
+        flood = ["python3", "-c", FLOOD, '{"action": "screenshot"}']
+        done = await sandbox.exec(flood, user_input="\n".join(BODIES), timeout_s=60)
         assert json.loads(done.stdout) == {"ok": True}, done.stderr
 
-    assert reward_of("click-test", "Click the button.", desktop_sif, scratch, tmp_path, attack) == 0.0
+    assert reward_of("click-test", "Click the button.", desktop_sif, scratch, tmp_path, look) == 0.0
 
 
 async def test_on_the_nodes_network_no_stranger_reaches_the_x_server_or_poses_as_it(

@@ -41,7 +41,7 @@ def replaced(program: str, script: str) -> str:
     )
 
 
-async def test_a_link_nested_seven_deep_does_not_lead_out(start: Start, tmp_path: Path) -> None:
+async def test_links_that_stand_in_or_at_a_target_do_not_lead_out(start: Start, tmp_path: Path) -> None:
     up = "p/q/r/s/t/u/v/up"
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim" / "bashrc").write_text("original\n")
@@ -67,16 +67,10 @@ async def test_a_link_nested_seven_deep_does_not_lead_out(start: Start, tmp_path
     assert all(path.resolve().is_relative_to(inside) for path in inside.rglob("*"))
     assert (inside / "kept" / "file").is_file()
     assert (inside / "vic" / "bashrc").read_text() == "more\n"
-
-
-async def test_a_file_does_not_go_through_a_link_that_stands_at_its_target(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "victim").write_text("original\n")
-    (tmp_path / "file").symlink_to("victim")
-    sandbox = await start()
-    await sandbox.exec("echo new >/file")
+    (tmp_path / "file").symlink_to("victim/bashrc")  # a link that stands at the target of a file
     await sandbox.download("/file", str(tmp_path / "file"))
-    assert (tmp_path / "victim").read_text() == "original\n"
-    assert (tmp_path / "file").read_text() == "new\n"
+    assert (tmp_path / "victim" / "bashrc").read_text() == "original\n"
+    assert (tmp_path / "file").read_text() == "more\n"
 
 
 async def test_hard_links_and_sparse_files_cost_no_more_than_the_sandbox_may_write(
@@ -87,11 +81,8 @@ async def test_hard_links_and_sparse_files_cost_no_more_than_the_sandbox_may_wri
         "mkdir /h /s && head -c 30000000 /dev/urandom >/h/big && for i in $(seq 30); do ln /h/big /h/l$i; done; "
         "truncate -s 90M /s/1 /s/2 /s/3"
     )
-    found = [
-        await outcome(sandbox, "/h", tmp_path / "h"),
-        await outcome(sandbox, "/s", tmp_path / "s"),
-    ]
-    assert ["100 MB" in error for error in found] == [True] * 2
+    for name in ("h", "s"):
+        assert "100 MB" in await outcome(sandbox, f"/{name}", tmp_path / name)
     assert taken(tmp_path) < 200 * MB
 
 

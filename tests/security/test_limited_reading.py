@@ -109,27 +109,22 @@ def given_away(run: RunDir, place: Path) -> Path:
     return place / "theirs"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
+def test_runs_of_another_user_are_read_as_ones_own(run: RunDir, place: Path, tmp_path: Path) -> None:
+    theirs = given_away(run, place)
+    for name, *words in (
         ["show", "2", "--tokens"],
         ["status"],
-        ["export", "--format", "jsonl,parquet", "-o", "OUT"],
-        ["report", "-o", "OUT"],
-    ],
-    ids=" ".join,
-)
-def test_runs_of_another_user_are_read_as_ones_own(words: list[str], run: RunDir, place: Path, tmp_path: Path) -> None:
-    theirs = given_away(run, place)
-    told = [
-        cli(words[0], path, *(str(tmp_path / f"out{n}") if word == "OUT" else word for word in words[1:]))
-        for n, path in enumerate((run.path, theirs))
-    ]
-    assert [done.returncode for done in told] == [told[0].returncode] * 2, told[1].stderr
-    assert "Traceback" not in told[1].stderr
-    if words[0] == "show":
-        shown = [re.sub(r"\S*/(run|theirs)\b", "RUN", done.stdout) for done in told]
-        assert shown[0] == shown[1]
+        ["export", "--format", "jsonl,parquet", "-o", tmp_path / "export"],
+        ["report", "-o", tmp_path / "report"],
+    ):
+        told = [cli(name, path, *words) for path in (run.path, theirs)]
+        assert [done.returncode for done in told] == [told[0].returncode] * 2, told[1].stderr
+        assert "Traceback" not in told[1].stderr
+        if name == "show":
+            shown = [re.sub(r"\S*/(run|theirs)\b", "RUN", done.stdout) for done in told]
+            assert shown[0] == shown[1]
+        for made in ("export", "report"):
+            shutil.rmtree(tmp_path / made, ignore_errors=True)
 
 
 def test_a_run_of_another_user_that_takes_much_memory_ends_with_a_message(run: RunDir, place: Path) -> None:

@@ -24,7 +24,7 @@ from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.types import ModelEndpoint
 from tests.support.backends import proxy_of_script
 from tests.support.crowds import crowd, descriptors, raw
-from tests.support.serving import Servers, call, conversation, descendants, in_loop
+from tests.support.serving import Servers, call, conversation, descendants
 from tests.support.waiting import until_async
 
 BODY = {"messages": conversation("hello")}
@@ -68,7 +68,6 @@ async def works(model: ModelEndpoint) -> None:
 
 
 @pytest.mark.parametrize("stranger", [True, False], ids=["another user", "this user"])
-@in_loop
 async def test_idle_connections_without_a_key_leave_descriptors_for_calls(servers: Servers, stranger: bool) -> None:
     with descriptors(FEW):
         async with servers.gateway() as gateway:
@@ -80,7 +79,6 @@ async def test_idle_connections_without_a_key_leave_descriptors_for_calls(server
             assert 0 < found["open"] <= FEW // 4
 
 
-@in_loop
 async def test_a_connection_shows_a_key_in_time_or_is_closed(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections that send nothing, half a head, single bytes, a wrong key or HEAD are closed. One with a key
     stays."""
@@ -115,7 +113,6 @@ async def slowly(port: int, text: str) -> None:
     raise AssertionError("a head that never ends was waited for")
 
 
-@in_loop
 async def test_a_closed_rollouts_connections_are_closed(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "KEY_TIMEOUT_S", 0.5)
     async with servers.gateway() as gateway:
@@ -132,7 +129,6 @@ async def test_a_closed_rollouts_connections_are_closed(servers: Servers, monkey
 
 
 @pytest.mark.parametrize("says", ["", "\x16\x03\x01"], ids=["silent", "half a handshake"])
-@in_loop
 async def test_handshakes_that_never_end_leave_room_for_calls(tmp_path: Path, says: str) -> None:
     with descriptors(FEW):
         async with proxy_of_script(tmp_path, tls=True) as (proxy, fingerprint):
@@ -152,7 +148,6 @@ async def test_handshakes_that_never_end_leave_room_for_calls(tmp_path: Path, sa
             assert found["open"] <= FEW // 4
 
 
-@in_loop
 async def test_a_handshake_ends_in_time_or_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "KEY_TIMEOUT_S", 0.5)
     async with proxy_of_script(tmp_path, tls=True) as (proxy, _):
@@ -165,7 +160,6 @@ async def test_a_handshake_ends_in_time_or_is_given_up(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("where", ["gateway", "proxy"])
-@in_loop
 async def test_malformed_requests_cost_a_line_and_no_traceback(
     servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
@@ -183,7 +177,6 @@ async def test_malformed_requests_cost_a_line_and_no_traceback(
         assert "malformed requests" in caplog.text
 
 
-@in_loop
 async def test_descriptors_that_have_run_out_cost_a_pause_and_no_log(
     servers: Servers, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -214,7 +207,6 @@ async def test_descriptors_that_have_run_out_cost_a_pause_and_no_log(
 
 @pytest.mark.parametrize("header", ["Authorization: Bearer ", "x-api-key: ", "Authorization: "])
 @pytest.mark.parametrize("key", [b"\xff\xfe", b"\xed\xa0\x80", "schlüssel".encode("latin-1")])
-@in_loop
 async def test_a_key_that_is_no_text_is_a_wrong_key(
     servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture, header: str, key: bytes
 ) -> None:
@@ -239,7 +231,6 @@ async def test_a_key_that_is_no_text_is_a_wrong_key(
 
 
 @pytest.mark.parametrize("says", ["half a body", "a call that waits"])
-@in_loop
 async def test_one_rollouts_connections_leave_room_for_anothers(servers: Servers, says: str) -> None:
     """An agent opens as many connections as it can with its own key, each with a slow request."""
     with descriptors(FEW):
@@ -258,7 +249,6 @@ async def test_one_rollouts_connections_leave_room_for_anothers(servers: Servers
             await works(other)
 
 
-@in_loop
 async def test_a_rollouts_idle_connections_make_way_for_its_new_ones(servers: Servers) -> None:
     with descriptors(FEW):
         async with servers.gateway() as gateway:

@@ -18,7 +18,7 @@ from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.slurm import script
 from megaflow_hpc.training.dataflow import Dataflow
-from tests.support.campaigns import Make, cli
+from tests.support.campaigns import Make, verb
 from tests.support.places import ROOT
 from tests.support.second_user import as_second_user
 
@@ -112,31 +112,22 @@ def test_every_script_of_the_package_checks_before_it_sources() -> None:
         assert sources == ['"/dev/fd/$own/env.sh"']
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["megaflow_hpc.pod"],
-        ["megaflow_hpc.model.server", "--index", "0"],
-        ["megaflow_hpc.campaign.autoscaler"],
-        ["megaflow_hpc", "gather"],
-        ["megaflow_hpc", "resume"],
-        ["megaflow_hpc", "scale", "--pods", "2"],
-        ["megaflow_hpc", "cancel"],
-    ],
-    ids=lambda words: " ".join(words[:2]),
-)
 def test_no_process_of_a_job_reads_a_run_directory_of_another_user(
-    words: list[str], beside: Path, tmp_path: Path, make_campaign: Make
+    beside: Path, tmp_path: Path, make_campaign: Make
 ) -> None:
     """All of them load classes that run.json names, or ask Slurm for what it says."""
     planned = Campaign.from_yaml(make_campaign()).plan(tmp_path / "run", launcher="local")
     run = beside / "run"
     swap(run, {"run.json": planned.dir.run_json.read_text(), "batch.json": "{}"})
-    at = 2 if words[0] == "megaflow_hpc" else 1
-    command = [sys.executable, "-m", *words[:at], str(run), *words[at:]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode != 0
-    assert f"{run}: belongs to" in done.stderr
+    for module, *words in (["pod"], ["model.server", "--index", "0"], ["campaign.autoscaler"]):
+        command = [sys.executable, "-m", f"megaflow_hpc.{module}", str(run), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode != 0
+        assert f"{run}: belongs to" in done.stderr, module
+    for name, *words in (["gather"], ["resume"], ["scale", "--pods", "2"], ["cancel"]):
+        done = verb(name, run, *words)
+        assert done.returncode != 0
+        assert f"{run}: belongs to" in done.stderr, name
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o2775, 0o2770, 0o757])
@@ -157,15 +148,15 @@ def test_plan_refuses_a_run_directory_beside_which_others_may_write(
     assert not run.exists()
 
 
-@pytest.mark.parametrize("words", [["check"], ["run", "--dry-run", "--launcher", "local"], ["plan"]])
-def test_every_verb_that_looks_ahead_names_such_a_place(words: list[str], make_campaign: Make, place: Path) -> None:
+def test_every_verb_that_looks_ahead_names_such_a_place(make_campaign: Make, place: Path) -> None:
     (place / "project").mkdir()
     (place / "project").chmod(0o775)
     campaign = make_campaign(1, f"run_dir: {place}/project/runs")
-    done = cli(words[0], campaign, *words[1:])
-    assert done.returncode != 0
-    assert f"{place}/project: its group may write to this directory" in done.stderr + done.stdout
-    assert not (place / "project" / "runs").exists()
+    for name, *words in (["check"], ["run", "--dry-run", "--launcher", "local"], ["plan"]):
+        done = verb(name, campaign, *words)
+        assert done.returncode != 0
+        assert f"{place}/project: its group may write to this directory" in done.stderr + done.stdout
+        assert not (place / "project" / "runs").exists()
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o2750, 0o1777, 0o3775, 0o700])
@@ -206,29 +197,22 @@ def test_resume_refuses_when_others_may_write_beside_the_run(make_campaign: Make
 # --- profiles and stores ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [0o664, 0o646, 0o666])
-def test_a_site_profile_that_others_may_write_is_refused(
-    mode: int, make_campaign: Make, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    profile = place / "x.yaml"
-    profile.write_text("slurm: {setup: [touch /tmp/never]}\n")
-    monkeypatch.setenv("MEGAFLOW_PROFILES", str(place))
-    campaign = make_campaign(1, "site: x")
-    profile.chmod(0o644)
-    Campaign.from_yaml(campaign)
-    profile.chmod(mode)
-    with pytest.raises(ConfigError, match=f"{profile}: .*{mode:04o}"):
-        Campaign.from_yaml(campaign)
-
-
-def test_a_site_profile_in_a_directory_that_others_may_write_is_refused(
+def test_a_site_profile_that_others_may_write_or_in_whose_directory_they_may_is_refused(
     make_campaign: Make, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = place / "group" / "profiles"
     folder.mkdir(parents=True)
-    (folder / "x.yaml").write_text("slurm: {}\n")
+    profile = folder / "x.yaml"
+    profile.write_text("slurm: {setup: [touch /tmp/never]}\n")
+    profile.chmod(0o644)
     monkeypatch.setenv("MEGAFLOW_PROFILES", str(folder))
     campaign = make_campaign(1, "site: x")
+    Campaign.from_yaml(campaign)
+    for mode in (0o664, 0o646, 0o666):
+        profile.chmod(mode)
+        with pytest.raises(ConfigError, match=f"{profile}: .*{mode:04o}"):
+            Campaign.from_yaml(campaign)
+    profile.chmod(0o644)
     Campaign.from_yaml(campaign)
     for writable in (folder, folder.parent):
         writable.chmod(0o2775)

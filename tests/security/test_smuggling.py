@@ -15,7 +15,7 @@ import pytest
 
 from megaflow_hpc.model.server.proxy import Proxy
 from tests.support.backends import proxy_of_script, proxy_of_witness
-from tests.support.serving import Servers, conversation, in_loop
+from tests.support.serving import Servers, conversation
 
 BODY = json.dumps({"messages": conversation("hello")}).encode()
 CHUNKED = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
@@ -122,7 +122,6 @@ async def each_case(check: Callable[[str], Awaitable[None]]) -> None:
 
 
 @pytest.mark.slow
-@in_loop
 async def test_the_proxy_passes_on_one_unambiguous_request_or_none() -> None:
     async def check(name: str) -> None:
         async with proxy_of_witness() as (proxy, witness):
@@ -171,7 +170,6 @@ async def answers_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
 
 
 @pytest.mark.slow
-@in_loop
 async def test_the_gateway_makes_one_call_or_none_of_an_ambiguous_request(servers: Servers) -> None:
     servers.script({"default": ["fine"]})
     async with servers.gateway() as gateway:
@@ -189,7 +187,6 @@ async def test_the_gateway_makes_one_call_or_none_of_an_ambiguous_request(server
 
 
 @pytest.mark.slow
-@in_loop
 async def test_the_scripted_engine_answers_one_request_or_none(tmp_path: Path) -> None:
     async with proxy_of_script(tmp_path):
 

@@ -76,30 +76,17 @@ AGENTS = {
 
 REWARDS = {
     "not a number": ("echo nan >reward.txt", "expected a finite number"),
-    "infinite": ("echo '{\"reward\": Infinity}' >reward.json", "expected a finite number"),
-    "an overflow": ("echo 1e999 >reward.txt", "expected a finite number"),
-    "a negative overflow": ("echo '{\"a\": 1, \"reward\": -1e999}' >reward.json", "expected a finite number"),
-    "beyond 32 bits": ("echo 3.5e38 >reward.txt", "32 bits"),
     "a long number": ("python3 -c 'print(\"9\" * 60000)' >reward.json", "not JSON|32 bits"),
     "deep": ("python3 -c 'print(\"[\" * 30000)' >reward.json", "not JSON"),
-    "a list": ("python3 -c 'print(\"{\\\"a\\\":\" + \"[\" * 900 + \"]\" * 900 + \"}\")' >reward.json", "a list"),
-    "twice": ("echo '{\"reward\": 0, \"reward\": 1}' >reward.json", "twice"),
-    "text": ("echo '{\"reward\": \"1\"}' >reward.json", "expected a finite number"),
-    "many names": (
-        "python3 -c 'import json; print(json.dumps(dict.fromkeys(range(100), 1)))' >reward.json",
-        "100 rewards",
-    ),
-    "a name of controls": ("printf '{\"a\\\\u0000\\\\ud800\": 1}' >reward.json", "is called"),
-    "bytes": ("head -c 1000 /dev/urandom >reward.json", "not JSON"),
     "large": ("head -c 9000000 /dev/zero >reward.txt", "larger"),
     "a link": ("ln -s /etc/passwd reward.txt", "not a plain file"),
     "a pipe": ("mkfifo reward.json", "not a plain file"),
-    "a directory": ("mkdir reward.txt", "not a plain file"),
     "a closed directory": ("chmod 0 .; true", "no reward"),
     "odd logs": ("echo 0 >reward.txt; for i in $(seq 3000); do truncate -s 2M s$i; done; mkdir a; mkfifo b; "
     "touch \"$(printf '\\377\\n')\"; chmod 0 s1", ""),
     "nothing": ("true", "no reward"),
 }  # fmt: skip
+"""What the tests write, and the error. tasks/test_cheating.py reads further files of rewards."""
 
 
 def with_cpu_limit(task: Task) -> Task:

@@ -16,7 +16,7 @@ import pytest
 from megaflow_hpc.model.engines import adapters
 from megaflow_hpc.model.gateway.dialects import TABLES
 from tests.support.poison import GOOD, POISON, TOOL
-from tests.support.serving import Servers, in_loop, only_the_proxy_is_reached
+from tests.support.serving import Servers, only_the_proxy_is_reached
 from tests.support.warm import WarmPython
 
 MODULES = (
@@ -176,7 +176,6 @@ def test_other_hosts_reach_the_proxy_of_an_engine_of_several_processes_alone(vll
 
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-@in_loop
 async def test_a_real_vllm_answers_what_is_allowed_and_never_sees_the_rest(vllm: Servers) -> None:
     async with vllm.gateway() as gateway:
         bad, good = await gateway.open("t/default/0", "default"), await gateway.open("u/default/0", "default")

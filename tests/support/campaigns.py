@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import h5py
 
 from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
+from megaflow_hpc.cli import main
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories import gather
 from tests.support.samples import commit, trajectory
@@ -27,6 +30,16 @@ def cli(*arguments: object, timeout: float = 240, **environment: str) -> subproc
     command = [sys.executable, "-m", "megaflow_hpc", *map(str, arguments)]
     env = os.environ | environment
     return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=timeout, env=env, check=False)
+
+
+def verb(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Does what :func:`cli` does in this process, which is faster. For verbs that start no rollout."""
+    words = list(map(str, arguments))
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", newline="", write_through=True) for _ in range(2))
+    with redirect_stdout(out), redirect_stderr(err):
+        status = main(words)
+    said, errors = (each.buffer.getvalue().decode() for each in (out, err))  # type: ignore[attr-defined]
+    return subprocess.CompletedProcess(words, status, said, errors)
 
 
 def run_local(campaign: Path, *arguments: str) -> tuple[dict, subprocess.CompletedProcess[str]]:

@@ -1,8 +1,12 @@
-"""Rollouts for the blocks of a ledger, tasks for these, a lease, and a clock set by hand."""
+"""A run directory with a ledger, rollouts for its blocks, tasks for these, a lease, and a clock set by hand."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.tasks import PlannedTask
+from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.types import Rollout
 
 NOW = 1.79e9
@@ -26,6 +30,14 @@ LEASE = {
     "ended": False,
 }
 """A lease as its file holds it, of a pod that ran on another host."""
+
+
+def prepared(path: Path) -> RunDir:
+    """A run directory with a ledger."""
+    run = RunDir(path)
+    run.create()
+    Ledger(run).create()
+    return run
 
 
 def rollouts(tasks: int, samples: int = 1) -> list[Rollout]:

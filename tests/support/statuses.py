@@ -5,17 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord, write_run
+from tests.support.ledgers import prepared
 
 
 def make(path: Path) -> RunDir:
     """Make a planned run."""
-    run = RunDir(path)
-    run.create()
-    Ledger(run).create()
+    run = prepared(path)
     write_run(run, RunRecord(campaign={"name": "x"}, total=10_000))
     return run
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from megaflow_hpc.config import parse
-from megaflow_hpc.ledger import Ledger, read_blocks
+from megaflow_hpc.ledger import read_blocks
 from megaflow_hpc.ledger.tasks import PlannedTask, write_tasks
 from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles, RefusedWeights
 from megaflow_hpc.rundir.layout import RunDir
@@ -24,6 +24,7 @@ from megaflow_hpc.training.plan import StepPlan, TrainingFiles
 from megaflow_hpc.trajectories import JournalWriter
 from megaflow_hpc.trajectory import TokenSequence, Trajectory, Turn
 from megaflow_hpc.types import Rollout, Task
+from tests.support.ledgers import prepared
 
 VOCABULARY = 259
 DAMAGES = ("marker", "payload", "zeros", "status", "odd bytes")
@@ -52,9 +53,7 @@ def training_run(
         args: options of its engine.
         more: further sections of the campaign file.
     """
-    run = RunDir(path)
-    run.create()
-    Ledger(run).create()
+    run = prepared(path)
     fields: dict[str, Any] = {
         "name": "sample",
         "tasks": "tasks",

@@ -35,6 +35,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectory import Attempt, Trajectory
 from megaflow_hpc.types import Rollout
 from tests.bench.dispatch_ranks import make_pod
+from tests.support.ledgers import prepared
 
 SLOTS = 4
 HASTY = Times(renew_s=0.5, commit_s=3.0, lease_s=6.0)
@@ -51,9 +52,7 @@ def launcher(ranks: int) -> list[str]:
 
 def prepare(path: Path, rollouts: list[Rollout], **settings: Any) -> RunDir:
     """Makes a run directory with these rollouts in one block, and settings for the world."""
-    run = RunDir(path)
-    run.create()
-    Ledger(run).create()
+    run = prepared(path)
     write_blocks(run, rollouts, pods=1)
     configure(run, **settings)
     return run

@@ -16,13 +16,7 @@ import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 from megaflow_hpc.environments.images.layers.view import LayerView, Tree
-from megaflow_hpc.environments.sandbox.rootfs.upperdir import (
-    keep_only,
-    make_way,
-    put_back,
-    restore,
-    revert,
-)
+from megaflow_hpc.environments.sandbox.rootfs.upperdir import keep_only, make_way, put_back, restore, revert
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.formats import VerificationContext
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
@@ -202,18 +196,12 @@ def test_a_library_cache_leads_no_shell_astray(judge: Judge) -> None:
     assert "etc/ld.so.cache" in verdict.output
 
 
-def test_honest_work_counts_even_where_programs_were_added(judge: Judge) -> None:
-    agent = (
-        "printf '#!/bin/sh\\necho 42\\n' > /usr/local/bin/forty-two; chmod 755 /usr/local/bin/forty-two; mkdir /data"
-    )
-    test = "if [ $(forty-two) = 42 ] && [ -d /data ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
+def test_honest_work_outside_the_work_directory_and_programs_that_were_added_count(judge: Judge) -> None:
+    agent = "printf '#!/bin/sh\\necho 42\\n' > /usr/local/bin/forty-two; chmod 755 /usr/local/bin/forty-two; "
+    agent += "mkdir -p /data/deep; echo 7 > /data/deep/x; echo 8 > /root/answer; echo 9 > /srv/new; ln -s deep /data/l"
+    test = "found=$(cat /data/l/x /root/answer /srv/new | tr -d '\\n')$(forty-two)\n"
+    test += "if [ $found = 78942 ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
     assert judge(agent, test).reward == 1.0
-
-
-def test_honest_work_outside_the_work_directory_counts(judge: Judge) -> None:
-    agent = "mkdir -p /data/deep; echo 7 > /data/deep/x; echo 8 > /root/answer; echo 9 > /srv/new; ln -s deep /data/l"
-    test = "if [ \"$(cat /data/l/x /root/answer /srv/new | tr -d '\\n')\" = 789 ]; then echo 1; else echo 0; fi "
-    assert judge(agent, test + "> /logs/verifier/reward.txt\n").reward == 1.0
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -279,10 +267,16 @@ REWARDS = {
     "nothing in it": (": > reward.txt", "empty"),
     "no number": ("echo one > reward.txt", "expected a number"),
     "not a number": ("echo nan > reward.txt", "finite"),
+    "the word of infinity": ("echo '{\"reward\": Infinity}' > reward.json", "finite number"),
     "infinity": ("echo 1e999 > reward.json", "finite"),
-    "beyond 32 bits": ("echo 1e300 > reward.txt", "32 bits"),
+    "beyond 32 bits": ("echo 3.5e38 > reward.txt", "32 bits"),
     "text": ('echo \'{"reward": "1"}\' > reward.json', "finite number"),
     "a list": ("echo '[1]' > reward.json", "finite number"),
+    "a list in it": ('python3 -c \'print("{\\"a\\":" + "[" * 900 + "]" * 900 + "}")\' > reward.json', "a list"),
+    "a negative overflow": ('echo \'{"a": 1, "reward": -1e999}\' > reward.json', "finite number"),
+    "a name twice": ('echo \'{"reward": 0, "reward": 1}\' > reward.json', "twice"),
+    "a name of controls": ("printf '{\"a\\\\u0000\\\\ud800\": 1}' > reward.json", "is called"),
+    "bytes": ("head -c 1000 /dev/urandom > reward.json", "not JSON"),
     "too many": ("python3 -c \"import json; print(json.dumps({f'r{n}': 1 for n in range(65)}))\" > reward.json", "65"),
     "a long name": ("python3 -c \"import json; print(json.dumps({'r' * 101: 1}))\" > reward.json", "up to 100"),
 }

@@ -90,14 +90,8 @@ def test_rewards_of_steps_are_combined_as_the_task_says(tmp_path: Path) -> None:
         (("steps/second/trajectory.json", "{}"), r"second/trajectory\.json: agents here cannot start from an earlier"),
         (("task.toml", STEPS.replace('"second"', '"First"')), r"task\.toml:23: \[steps\] name = 'First': .* no other"),
         (("task.toml", STEPS.replace('"second"', '"third"')), r"walk/steps/third: missing; every step"),
-        (
-            ("task.toml", STEPS.replace("timeout_sec = 630", "timeout_sec = 0")),
-            r"task\.toml:18: \[steps\.agent\] timeou",
-        ),
-        (
-            ("task.toml", STEPS.replace('"mean"', '"best"')),
-            r"task\.toml:2: multi_step_reward_strategy = 'best': .*final",
-        ),
+        (("task.toml", STEPS.replace("timeout_sec = 630", "timeout_sec = 0")), r"\.toml:18: \[steps\.agent\] timeou"),
+        (("task.toml", STEPS.replace('"mean"', '"best"')), r"\.toml:2: multi_step_reward_strategy = 'best': .*final"),
     ],
 )
 def test_a_wrong_step_names_file_line_value_and_remedy(
@@ -137,6 +131,13 @@ print(seen)
 ok = seen == ["/app/answer", "/data/a"] and pathlib.Path("/app/answer").read_text() == "42"
 pathlib.Path("/logs/verifier/reward.txt").write_text(str(int(ok)))
 """
+
+
+def task_of(root: Path, test: str, verifier: str = "") -> Task:
+    """Writes a task with this test script and reads it."""
+    toml = f'[environment]\ndocker_image = "base"\nworkdir = "/app"\n{verifier}'
+    files = {"task.toml": toml, "instruction.md": "x", "tests/test.sh": test}
+    return read_harbor_task(write_files(root / "task", files))
 
 
 def verdict_of(task: Task, agent: str, images: dict[str, str], scratch: Path, **context: Any) -> Verdict:
@@ -197,12 +198,7 @@ def test_a_verifier_of_its_own_image_brings_its_tests(small_rootfs: str, scratch
 
 
 def test_artifacts_are_bounded_and_never_links(rootfs: str, scratch: Path, tmp_path: Path) -> None:
-    files = {
-        "task.toml": '[environment]\ndocker_image = "base"\nworkdir = "/app"\n',
-        "instruction.md": "x",
-        "tests/test.sh": "echo 1 > /logs/verifier/reward.txt; echo '{}' > /logs/verifier/ctrf.json\n",
-    }
-    task = read_harbor_task(write_files(tmp_path / "much", files))
+    task = task_of(tmp_path, "echo 1 > /logs/verifier/reward.txt; echo '{}' > /logs/verifier/ctrf.json\n")
     agent = f"cd /logs/artifacts; head -c {MAX_FILE + 1} /dev/zero > big; echo s > small; ln -s /etc/passwd l; "
     verdict = verdict_of(task, agent + "python3 -c \"import os; os.mkfifo('p')\"", {"base": rootfs}, scratch)
     kept = {artifact.name: artifact.data for artifact in verdict.artifacts}
@@ -225,12 +221,7 @@ def test_an_agent_whose_tar_hangs_costs_its_artifacts_only(
     rootfs: str, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megaflow_hpc.tasks.harbor.artifacts.DOWNLOAD_TIMEOUT_S", 1.0)
-    files = {
-        "task.toml": '[environment]\ndocker_image = "base"\nworkdir = "/app"\n',
-        "instruction.md": "x",
-        "tests/test.sh": "echo 0 > /logs/verifier/reward.txt\n",
-    }
-    task = read_harbor_task(write_files(tmp_path / "hung", files))
+    task = task_of(tmp_path, "echo 0 > /logs/verifier/reward.txt\n")
     agent = "touch /logs/artifacts/a; printf '#!/bin/sh\\nsleep 1000\\n' > /t; chmod 755 /t; mv /t /usr/bin/tar"
     verdict = verdict_of(task, agent, {"base": rootfs}, scratch)
     assert (verdict.reward, verdict.error) == (0.0, "")
@@ -238,17 +229,8 @@ def test_an_agent_whose_tar_hangs_costs_its_artifacts_only(
 
 
 def test_the_verifier_has_its_own_user_and_network(rootfs: str, scratch: Path, tmp_path: Path) -> None:
-    toml = """\
-    [environment]
-    docker_image = "base"
-    workdir = "/app"
-    [verifier]
-    user = 1000
-    network_mode = "no-network"
-    """
     test = "id -u; tail -n +3 /proc/net/dev | cut -d: -f1; echo 1 > /logs/verifier/reward.txt; touch made; exit 0\n"
-    files = {"task.toml": toml, "instruction.md": "x", "tests/test.sh": test}
-    task = read_harbor_task(write_files(tmp_path / "phase", files))
+    task = task_of(tmp_path, test, '[verifier]\nuser = 1000\nnetwork_mode = "no-network"\n')
     verdict = verdict_of(task, "true", {"base": rootfs}, scratch)
     assert (verdict.reward, verdict.error) == (1.0, ""), verdict.output
     uid, *interfaces = verdict.output.split()
@@ -256,17 +238,14 @@ def test_the_verifier_has_its_own_user_and_network(rootfs: str, scratch: Path, t
     assert interfaces == ["lo"]
 
 
-def test_a_sandbox_that_is_reset_has_nothing_of_its_verification(rootfs: str, scratch: Path, tmp_path: Path) -> None:
-    files = {"task.toml": '[environment]\ndocker_image = "base"\nworkdir = "/app"\n[verifier]\nuser = "1000"\n'}
-    files |= {"instruction.md": "x", "tests/test.sh": "echo 1 > /logs/verifier/reward.txt\n"}
-    task = read_harbor_task(write_files(tmp_path / "again", files))
+async def test_a_sandbox_that_is_reset_has_nothing_of_its_verification(
+    rootfs: str, scratch: Path, tmp_path: Path
+) -> None:
+    task = task_of(tmp_path, "echo 1 > /logs/verifier/reward.txt\n", '[verifier]\nuser = "1000"\n')
 
-    async def main() -> str:
-        async with ApptainerProvider(scratch) as provider:
-            async with await provider.start(SandboxSpec(rootfs, workdir=task.workdir)) as sandbox:
-                await prepare(task, sandbox)
-                assert (await verify(task, sandbox)).reward == 1.0
-                await sandbox.reset()
-                return (await sandbox.exec("id -u; ls -d /tests /logs")).stdout
-
-    assert asyncio.run(main()) == "0\n"
+    async with ApptainerProvider(scratch) as provider:
+        async with await provider.start(SandboxSpec(rootfs, workdir=task.workdir)) as sandbox:
+            await prepare(task, sandbox)
+            assert (await verify(task, sandbox)).reward == 1.0
+            await sandbox.reset()
+            assert (await sandbox.exec("id -u; ls -d /tests /logs")).stdout == "0\n"

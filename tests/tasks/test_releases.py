@@ -9,6 +9,7 @@ import gzip
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -108,43 +109,26 @@ def test_a_mistake_in_the_file_is_named_with_its_line(
     assert said in str(caught.value)
 
 
-def test_an_id_given_twice_is_refused(bug_file: Callable[..., Path]) -> None:
+def test_an_id_given_twice_and_an_unknown_one_are_refused(bug_file: Callable[..., Path]) -> None:
     path = bug_file()
+    with pytest.raises(ConfigError, match=r"no such bug; expected one of xmltodict-whitespace"):
+        select(read_bugs(path)[0].bugs, ["another"])
     path.write_text(path.read_text() + BUG_FILE.partition("bugs:\n")[2])
     with pytest.raises(ConfigError, match="'xmltodict-whitespace' is given twice"):
         read_bugs(path)
 
 
-def test_an_unknown_id_names_the_known_ones(bug_file: Callable[..., Path]) -> None:
-    content, _ = read_bugs(bug_file())
-    with pytest.raises(ConfigError, match=r"no such bug; expected one of xmltodict-whitespace"):
-        select(content.bugs, ["another"])
-
-
 # --- the reference patch --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["tests/a.py", "pkg/test/data.txt", "test_a.py", "pkg/a_test.py", "conftest.py", "tests.py"]
-)
-def test_files_of_the_tests_are_recognised(name: str) -> None:
-    assert sdists.is_test(name)
-    assert not sdists.is_code(name)
-
-
-@pytest.mark.parametrize(
-    "name", ["pkg.py", "src/pkg/version.py", "pkg/contest.py", "pkg/a.pyi", "lib/pkg/testament.py"]
-)
-def test_code_is_recognised(name: str) -> None:
-    assert sdists.is_code(name)
-    assert not sdists.is_test(name)
-
-
-@pytest.mark.parametrize(
-    "name", ["setup.py", "PKG-INFO", "docs/conf.py", "src/pkg/_version.py", "CHANGES.rst", "bin/tool.py"]
-)
-def test_documents_metadata_and_version_files_stay_out_of_the_patch(name: str) -> None:
-    assert not sdists.is_code(name)
+def test_tests_code_and_other_files_are_told_apart() -> None:
+    """Documents, metadata and files of the version are neither."""
+    for name in ("tests/a.py", "pkg/test/data.txt", "test_a.py", "pkg/a_test.py", "conftest.py", "tests.py"):
+        assert (sdists.is_test(name), sdists.is_code(name)) == (True, False), name
+    for name in ("pkg.py", "src/pkg/version.py", "pkg/contest.py", "pkg/a.pyi", "lib/pkg/testament.py"):
+        assert (sdists.is_test(name), sdists.is_code(name)) == (False, True), name
+    for name in ("setup.py", "PKG-INFO", "docs/conf.py", "src/pkg/_version.py", "CHANGES.rst", "bin/tool.py"):
+        assert not sdists.is_code(name), name
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:
@@ -324,27 +308,28 @@ def test_a_real_bug_becomes_a_task_that_its_patch_solves(
     assert tasks.strangers(changed.model_copy(update={"bugs": ()}), output) == [built.path]
 
 
-def test_a_release_that_does_not_exist_is_named_with_its_line(
-    bug_file: Callable[..., Path], tmp_path: Path, release_cache: Path
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            "0.14.2", "0.14.999", r":3: xmltodict==0\.14\.999 has no source distribution in pip's index; "
+            "list the available releases with: pip index versions xmltodict$",
+        ),
+        (
+            "tests/test_xmltodict.py::", "tests/test_other.py::",
+            r":3: 'tests/test_other.py::.* has no test file tests/test_other.py",
+        ),
+    ],
+    ids=["release", "tests"],
+)  # fmt: skip
+def test_a_release_or_tests_that_do_not_exist_are_named_with_their_line(
+    bug_file: Callable[..., Path], tmp_path: Path, release_cache: Path, old: str, new: str, said: str
 ) -> None:
-    path = bug_file(("0.14.2", "0.14.999"))
+    path = bug_file((old, new))
     content, where = read_bugs(path)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=re.escape(str(path)) + said):
         tasks.build_tasks(content, content.bugs, tmp_path / "tasks", release_cache, where, quiet)
-    assert str(caught.value) == (
-        f"{path}:3: xmltodict==0.14.999 has no source distribution in pip's index; "
-        "list the available releases with: pip index versions xmltodict"
-    )
-
-
-def test_tests_that_the_fixed_release_lacks_are_named(
-    bug_file: Callable[..., Path], tmp_path: Path, release_cache: Path
-) -> None:
-    path = bug_file(("tests/test_xmltodict.py::", "tests/test_other.py::"))
-    content, where = read_bugs(path)
-    with pytest.raises(ConfigError, match=r":3: 'tests/test_other.py::.* has no test file tests/test_other.py"):
-        tasks.build_tasks(content, content.bugs, tmp_path / "tasks", release_cache, where, quiet)
-    assert list((tmp_path / "tasks").iterdir()) == []
+    assert not list((tmp_path / "tasks").glob("*"))
 
 
 def test_where_pip_changed_inside_its_download_command_is_used(tmp_path: Path) -> None:

@@ -80,9 +80,8 @@ def test_a_set_is_downloaded_converted_and_recorded(
     assert [task.image for task in tasks] == [f"xingyaoww/sweb.eval.x86_64.org_s_lib-{n}:latest" for n in (1, 2)]
     record = json.loads((tmp_path / "out" / "swe-gym.source.json").read_text())
     assert (record["revision"], record["licence"], record["tasks"], len(record["left_out"])) == (SHA, "MIT", 2, 1)
-    assert [(file["path"], len(file["sha256"])) for file in record["files"]] == [
-        ("data/train-00000-of-00001.parquet", 64)
-    ]
+    files = [(file["path"], len(file["sha256"])) for file in record["files"]]
+    assert files == [("data/train-00000-of-00001.parquet", 64)]
     assert "secret" not in json.dumps(record) + out + err
     assert {authorization for _, _, authorization in gym.requests} == {None}, "a mirror gets no token"
     assert not any("README" in path for path, _, _ in gym.requests)
@@ -104,27 +103,24 @@ def test_a_set_is_downloaded_converted_and_recorded(
 def test_a_download_that_breaks_off_continues_where_it_was(
     gym: Mirror, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gym.break_after = [700, 300]
-    assert imports("swe-gym", "-o", tmp_path / "out", "--mirror", gym.url) == 0
-    assert [asked for path, asked, _ in gym.requests if "resolve" in path] == [None, "bytes=700-", "bytes=1000-"]
-    capsys.readouterr()
-
-
-def test_what_arrived_before_a_mirror_stopped_is_kept_for_the_next_call(
-    gym: Mirror, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    """What arrived before a mirror stopped is kept for the next call, too."""
+    words = ("swe-gym", "-o", tmp_path / "out", "--mirror", gym.url)
     gym.break_after = [700] + [0] * download.MAX_TRIES
-    assert imports("swe-gym", "-o", tmp_path / "out", "--mirror", gym.url) == 3
+    assert imports(*words) == 3
     assert "the connection ended early; repeat the command, or carry the files and use --from DIR" in (
         capsys.readouterr().err
     )
     assert not (tmp_path / "out").exists()
-    assert imports("swe-gym", "-o", tmp_path / "out", "--mirror", gym.url) == 0
-    assert gym.requests[-1][1] == "bytes=700-"
+    assert [asked for path, asked, _ in gym.requests if "resolve" in path][:2] == [None, "bytes=700-"]
+    gym.requests.clear()
+    gym.break_after = [300]
+    assert imports(*words) == 0
+    assert [asked for path, asked, _ in gym.requests if "resolve" in path] == ["bytes=700-", "bytes=1000-"]
+    capsys.readouterr()
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "wrong_digest", "exit_status", "said"),
+    "case",
     [
         ("swe-gym@v9", 0, False, 2, "swe-gym@v9: .* 404; there is no such version; name another one"),
         ("swe-gym", 404, False, 2, "swe-gym@main: .* 404; there is no such version"),
@@ -140,17 +136,10 @@ def test_what_arrived_before_a_mirror_stopped_is_kept_for_the_next_call(
     ],
 )
 def test_a_set_that_cannot_be_had_is_explained(
-    gym: Mirror,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    words: str,
-    status: int,
-    wrong_digest: bool,
-    exit_status: int,
-    said: str,
+    gym: Mirror, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: tuple[str, int, bool, int, str]
 ) -> None:
-    gym.status, gym.wrong_digest = status, wrong_digest
-    assert imports(words, "-o", tmp_path / "out", "--mirror", gym.url) == exit_status
+    words, gym.status, gym.wrong_digest, status, said = case
+    assert imports(words, "-o", tmp_path / "out", "--mirror", gym.url) == status
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "downloading" not in line]
     assert re.search(said, line), line
     assert not (tmp_path / "out").exists()
@@ -159,15 +148,18 @@ def test_a_set_that_cannot_be_had_is_explained(
 def test_files_of_another_format_version_are_refused(
     gym: Mirror, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gym.files = {"data/train-00000-of-00001.parquet": as_parquet([{"question": "?", "answer": "!"}])}
-    assert imports("swe-gym", "-o", tmp_path / "out", "--mirror", gym.url) == 2
-    assert "instance_id None: expected a text that is not empty" in capsys.readouterr().err
-    gym.files = {"other/train.parquet": b""}
-    assert imports("swe-gym", "-o", tmp_path / "out", "--mirror", gym.url) == 2
-    assert "SWE-Gym/SWE-Gym has no file data/train-*.parquet at this version" in capsys.readouterr().err
-    gym.files = {"data/train-0.parquet": b"not parquet"}
-    assert imports("swe-gym", "-o", tmp_path / "out", "--mirror", gym.url) == 2
-    assert "train-0.parquet: not a readable Parquet file" in capsys.readouterr().err
+    for name, content, said in (
+        (
+            "data/train-0.parquet",
+            as_parquet([{"question": "?", "answer": "!"}]),
+            "instance_id None: expected a text",
+        ),
+        ("other/train.parquet", b"", "SWE-Gym/SWE-Gym has no file data/train-*.parquet at this version"),
+        ("data/train-0.parquet", b"not parquet", "train-0.parquet: not a readable Parquet file"),
+    ):
+        gym.files = {name: content}
+        assert imports("swe-gym", "-o", tmp_path / "out", "--mirror", gym.url) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_a_file_that_arrived_whole_before_its_rename_is_kept(
@@ -210,10 +202,8 @@ def test_two_imports_at_once_download_a_file_once(
     with ThreadPoolExecutor(4) as pool:
         fetched = list(pool.map(lambda _: download.fetch(source, remote, tmp_path / "one", lambda _: None), range(4)))
     assert {digest for _, digest in fetched} == {remote.sha256}
-    assert [asked for path, asked, _ in gym.requests if "resolve" in path] == [
-        None,
-        *(f"bytes={n * 700}-" for n in range(1, 5)),
-    ]
+    asked = [asked for path, asked, _ in gym.requests if "resolve" in path]
+    assert asked == [None, *(f"bytes={n * 700}-" for n in range(1, 5))]
     assert download.digest_of(fetched[0][0]) == remote.sha256
 
 
@@ -347,10 +337,7 @@ def test_a_carried_directory_replaces_the_network(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (
-            "terminal-bench-2 --image x:1",
-            "--image: has no effect on terminal-bench-2: its tasks are Harbor directories",
-        ),
+        ("terminal-bench-2 --image x:1", "--image: has no effect on terminal-bench-2: its tasks are Harbor dir"),
         ("aider-polyglot@main --test-cmd pytest", "--test-cmd: has no effect on aider-polyglot@main"),
         ("swe-gym terminal-bench-2 --workdir /code", "--workdir: has no effect on terminal-bench-2"),
         ("swe-gym --seeds 2", "--seeds: has no effect on swe-gym: only pages have seeds"),
@@ -401,10 +388,7 @@ def test_task_directories_of_an_archive_are_read_as_far_as_they_can_be(
         shutil.rmtree(tmp_path / "cache")
         assert imports("terminal-bench-2", "-o", tmp_path / "out", "--mirror", server.url) == 2
         assert "terminal-bench-2.tar.gz: not a git host's archive" in capsys.readouterr().err
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "terminal-bench-2",
-        "terminal-bench-2.source.json",
-    ]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"terminal-bench-2", "terminal-bench-2.source.json"}
 
 
 def test_links_inside_a_task_are_kept_and_tasks_with_other_links_are_left_out(
@@ -544,12 +528,8 @@ def test_exercises_of_every_language_hide_tests_and_solution(
         return {".meta/config.json": config, **{name: f"in {name}\n" for name in names}}
 
     main, reference = "src/main/java", ".meta/src/reference/java"
-    java = exercise(
-        [f"{main}/Zoo.java"],
-        "src/test/java/ZooTest.java",
-        [f"{reference}/Ape.java", f"{reference}/Zoo.java"],
-        "gradlew",
-    )
+    examples = [f"{reference}/Ape.java", f"{reference}/Zoo.java"]
+    java = exercise([f"{main}/Zoo.java"], "src/test/java/ZooTest.java", examples, "gradlew")
     java["src/test/java/ZooTest.java"] = '@Disabled("Remove to run test")\n@Test\n'
     cpp = exercise(["add.cpp", "add.h"], "add_test.cpp", [".meta/example.h", ".meta/example.cpp"], "test/catch.hpp")
     rust = exercise(["src/lib.rs", "Cargo.toml"], "tests/add.rs", [".meta/example.rs"], ".meta/Cargo-example.toml")

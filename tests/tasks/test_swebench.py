@@ -30,6 +30,7 @@ from megaflow_hpc.tasks.swebench.instances import Instance, read_instances
 from megaflow_hpc.tasks.swebench.plan import load
 from megaflow_hpc.tasks.swebench.runs import MARKERS, judge
 from megaflow_hpc.types import Task, Verdict
+from tests.support.campaigns import verb
 from tests.support.swebench_samples import Made, Pair, build_image, make, with_checkout, write_lines
 
 PLAIN = {
@@ -261,22 +262,21 @@ def test_import_checks_files_and_writes_them_in_one_form(tmp_path: Path) -> None
     gym = {key: value for key, value in PLAIN.items() if key != "patch"}
     source = write_lines(tmp_path / "gym.jsonl", {**gym, "repo": "Org/Lib"}, {**gym, "instance_id": "org__lib-2"})
 
-    def imports(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "megaflow_hpc", "tasks", "import", *words]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+    def imports(*words: object) -> subprocess.CompletedProcess[str]:
+        return verb("tasks", "import", *words)
 
-    checked = imports(str(source))
+    checked = imports(source)
     assert checked.returncode == 0, checked.stderr
     assert "2 instances, tested by named: 2" in checked.stdout
     target = tmp_path / "out"
     options = ("--image", "user/{id_s}:1", "--test-cmd", "pytest -rA", "--log-parser", "parse_log_pytest")
-    done = imports(str(source), "--output", str(target), *options, "--json")
+    done = imports(source, "--output", target, *options, "--json")
     assert done.returncode == 0, done.stderr
     assert [row["tested_by"] for row in json.loads(done.stdout)] == ["script", "script"]
     first, second = load_tasks([str(target / "gym.jsonl")], "/")
     assert (first.image, second.image) == ("user/org_s_lib-1:1", "user/org_s_lib-2:1")
     assert load(first).test_cmd == "pytest -rA"
-    refused = imports(str(source), "--test-cmd", "make check", "--log-parser", "parse_log_of_nobody")
+    refused = imports(source, "--test-cmd", "make check", "--log-parser", "parse_log_of_nobody")
     assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 2)
     assert "gym.jsonl:1: org__lib-1: log_parser 'parse_log_of_nobody'" in refused.stderr
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +40,50 @@ addEventListener('keydown', event => {
 """
 
 
-def on_a_desktop(
-    image: Path, scratch: Path, use: Callable[[ApptainerSandbox], Awaitable[Any]], *, started: bool = True, **spec: Any
-) -> Any:
+Use = Callable[[ApptainerSandbox], Awaitable[Any]]
+
+
+async def write(sandbox: ApptainerSandbox, path: str, page: str) -> None:
+    await sandbox.exec(["sh", "-c", f"cat > {path}"], user_input=page)
+
+
+def on_a_desktop(image: Path, scratch: Path, use: Use, *, started: bool = True, **spec: Any) -> Any:
     """Return the result of ``use(sandbox)`` in a sandbox with a started desktop that shows the page."""
 
     async def run() -> Any:
         async with ApptainerProvider(scratch) as provider:
             async with await provider.start(SandboxSpec(str(image), network="gateway", **spec)) as sandbox:
-                await sandbox.exec(["sh", "-c", "cat > /page.html"], user_input=PAGE)
+                await write(sandbox, "/page.html", PAGE)
                 if started:
                     assert (await screen(sandbox, "start", "--url", "file:///page.html"))["ok"]
                 return await use(sandbox)
 
     return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def shared(desktop_sif: Path, scratch: Path) -> Iterator[Callable[..., Any]]:
+    """Runs ``use(sandbox)`` on a desktop that the module's tests share, after it has loaded a page."""
+
+    async def begin() -> tuple[ApptainerProvider, ApptainerSandbox]:
+        provider = ApptainerProvider(scratch)
+        sandbox = await provider.start(SandboxSpec(str(desktop_sif), network="gateway"))
+        assert (await screen(sandbox, "start", "--url", "about:blank"))["ok"]
+        return provider, sandbox
+
+    with asyncio.Runner() as runner:
+        provider, sandbox = runner.run(begin())
+
+        def run(use: Use, page: str = PAGE) -> Any:
+            async def on_page() -> Any:
+                await write(sandbox, "/page.html", page)
+                assert (await act(sandbox, action="goto", url="file:///page.html"))["ok"]
+                return await use(sandbox)
+
+            return runner.run(on_page())
+
+        yield run
+        runner.run(provider.close())
 
 
 async def tree(sandbox: ApptainerSandbox, *words: str) -> str:
@@ -77,9 +107,7 @@ def png_size(data: bytes) -> tuple[int, int]:
     return struct.unpack(">II", data[16:24])
 
 
-def test_a_desktop_starts_once_and_its_screenshots_have_the_size_that_is_asked_for(
-    desktop_sif: Path, scratch: Path
-) -> None:
+def test_a_desktop_starts_once_and_its_screenshots_have_the_size_that_is_asked_for(shared: Callable[..., Any]) -> None:
     async def use(sandbox: ApptainerSandbox) -> None:
         servers = (await sandbox.exec("pgrep -x Xvfb; pgrep -x openbox; pgrep -o chromium")).stdout
         again = await screen(sandbox, "start", "--url", "file:///page.html")
@@ -93,10 +121,10 @@ def test_a_desktop_starts_once_and_its_screenshots_have_the_size_that_is_asked_f
             assert shot
             assert png_size(shot) == size
 
-    on_a_desktop(desktop_sif, scratch, use)
+    shared(use)
 
 
-def test_each_action_reaches_the_page(desktop_sif: Path, scratch: Path) -> None:
+def test_each_action_reaches_the_page(shared: Callable[..., Any]) -> None:
     async def use(sandbox: ApptainerSandbox) -> None:
         async def after(expected: str, **action: Any) -> None:
             assert await act(sandbox, **action) == {"ok": True}
@@ -131,10 +159,10 @@ def test_each_action_reaches_the_page(desktop_sif: Path, scratch: Path) -> None:
         await after("scrolled", action="scroll", coordinate=pad, scroll_direction="down", scroll_amount=3)
         assert (await place(sandbox, 'button "Press"'))[1] < button[1]
 
-    on_a_desktop(desktop_sif, scratch, use)
+    shared(use)
 
 
-def test_coordinates_are_those_of_the_scaled_screenshot(desktop_sif: Path, scratch: Path) -> None:
+def test_coordinates_are_those_of_the_scaled_screenshot(shared: Callable[..., Any]) -> None:
     async def use(sandbox: ApptainerSandbox) -> None:
         scale = ("--scale", "640x400")
         whole, half = await place(sandbox, 'button "Inner"'), await place(sandbox, 'button "Inner"', *scale)
@@ -144,7 +172,7 @@ def test_coordinates_are_those_of_the_scaled_screenshot(desktop_sif: Path, scrat
         assert (await screen(sandbox, "do", click, *scale))["ok"]
         assert "pressed;" in await tree(sandbox)
 
-    on_a_desktop(desktop_sif, scratch, use)
+    shared(use)
 
 
 WRONG: list[tuple[Any, str]] = [
@@ -171,7 +199,7 @@ WRONG: list[tuple[Any, str]] = [
 ]
 
 
-def test_a_wrong_action_is_refused_with_a_reason_and_the_desktop_goes_on(desktop_sif: Path, scratch: Path) -> None:
+def test_a_wrong_action_is_refused_with_a_reason_and_the_desktop_goes_on(shared: Callable[..., Any]) -> None:
     async def use(sandbox: ApptainerSandbox) -> None:
         for action, reason in WRONG:
             done = await sandbox.exec(["screen", "do", json.dumps(action)])
@@ -183,41 +211,30 @@ def test_a_wrong_action_is_refused_with_a_reason_and_the_desktop_goes_on(desktop
             assert "not JSON" in json.loads(done.stdout)["error"]
         assert (await act(sandbox, action="screenshot"))["ok"]
 
-    on_a_desktop(desktop_sif, scratch, use)
+    shared(use)
 
 
-def test_without_a_desktop_the_tool_says_how_to_start_one(desktop_sif: Path, scratch: Path) -> None:
+def test_a_display_that_dies_is_named_by_every_later_call_and_files_are_kept(desktop_sif: Path, scratch: Path) -> None:
+    """Each time the desktop starts again."""
+
     async def use(sandbox: ApptainerSandbox) -> None:
-        assert await act(sandbox, action="screenshot") == {
-            "ok": False,
-            "error": "no desktop was started here; start one with: screen start",
-        }
-
-    on_a_desktop(desktop_sif, scratch, use, started=False)
-
-
-@pytest.mark.parametrize("victim", ["Xvfb", "openbox", "chromium", "screen"])
-def test_a_display_that_dies_is_named_by_every_later_call_and_files_are_kept(
-    victim: str, desktop_sif: Path, scratch: Path
-) -> None:
-    async def use(sandbox: ApptainerSandbox) -> None:
-        await sandbox.exec("echo kept > /work.txt")
-        kill = f"pkill -9 -x {victim}" if victim != "screen" else "pkill -9 -f screen_server.py"
-        await sandbox.exec(f"{kill} || true")
         shoot = ("do", '{"action": "screenshot"}', "--screenshot", "/tmp/a.png")
-        for _ in range(50):  # a killed process takes a moment to end
-            if not (await screen(sandbox, *shoot))["ok"]:
-                break
-            await asyncio.sleep(0.1)
-        for _ in range(3):
-            answer = await screen(sandbox, *shoot)
-            assert not answer["ok"]
-            assert answer["error"].startswith("display lost")
-            await asyncio.sleep(0.7)
-        assert await sandbox.read("/work.txt") == b"kept\n"
-        again = await screen(sandbox, "start", "--url", "file:///page.html")
-        assert again["ok"], again
-        assert (await act(sandbox, action="screenshot"))["ok"]
+        await sandbox.exec("echo kept > /work.txt")
+        for victim in ("-x Xvfb", "-x openbox", "-x chromium", "-f screen_server.py"):
+            await sandbox.exec(f"pkill -9 {victim} || true")
+            for _ in range(50):  # a killed process takes a moment to end
+                if not (await screen(sandbox, *shoot))["ok"]:
+                    break
+                await asyncio.sleep(0.1)
+            for _ in range(3):
+                answer = await screen(sandbox, *shoot)
+                assert not answer["ok"], victim
+                assert answer["error"].startswith("display lost")
+                await asyncio.sleep(0.7)
+            assert await sandbox.read("/work.txt") == b"kept\n"
+            again = await screen(sandbox, "start", "--url", "file:///page.html")
+            assert again["ok"], (victim, again)
+            assert (await act(sandbox, action="screenshot"))["ok"]
 
     on_a_desktop(desktop_sif, scratch, use)
 
@@ -263,8 +280,12 @@ def test_a_desktop_beyond_its_processes_is_a_named_failure(desktop_sif: Path, sc
     on_a_desktop(desktop_sif, scratch, use, processes=110)
 
 
-def test_the_tree_lists_windows_of_programs(desktop_sif: Path, scratch: Path) -> None:
+def test_without_a_desktop_or_a_browser_the_tool_says_so_and_the_tree_lists_windows(
+    desktop_sif: Path, scratch: Path
+) -> None:
     async def use(sandbox: ApptainerSandbox) -> None:
+        none = {"ok": False, "error": "no desktop was started here; start one with: screen start"}
+        assert await act(sandbox, action="screenshot") == none
         await sandbox.exec("echo text > /note.txt")
         assert (await screen(sandbox, "start", "--run", "l3afpad /note.txt"))["ok"]
         for _ in range(50):
@@ -272,26 +293,27 @@ def test_the_tree_lists_windows_of_programs(desktop_sif: Path, scratch: Path) ->
                 break
             await asyncio.sleep(0.1)
         assert re.search(r'window "note\.txt[^"]*" \(\d+,\d+\) \d+x\d+', shown), shown
+        assert await tree(sandbox, "--ids") == "(no browser runs on this desktop)\n"
+        for action in ({"action": "left_click", "element": "1"}, {"action": "go_back"}):
+            assert (await act(sandbox, **action))["error"] == "no browser runs on this desktop"
 
     on_a_desktop(desktop_sif, scratch, use, started=False)
 
 
-def test_screenshots_show_the_page(desktop_sif: Path, scratch: Path) -> None:
+def test_screenshots_show_the_page(shared: Callable[..., Any]) -> None:
     async def use(sandbox: ApptainerSandbox) -> None:
-        await sandbox.exec(["sh", "-c", "cat > /red.html"], user_input="<body style='background: #f00'>")
-        await screen(sandbox, "start", "--url", "file:///red.html", "--kiosk")
         await screen(sandbox, "do", '{"action": "screenshot"}', "--screenshot", "/tmp/a.png")
         look = "from PIL import Image; print(Image.open('/tmp/a.png').convert('RGB').getpixel((300, 300)))"
         assert (await sandbox.exec(["python3", "-c", look])).stdout == "(255, 0, 0)\n"
 
-    on_a_desktop(desktop_sif, scratch, use, started=False)
+    shared(use, "<body style='background: #f00'>")
 
 
 @pytest.mark.parametrize("script", ["alert('stay')", "while (true) {}", "document.write('<img src=/dev/zero>')"])
 def test_a_page_that_does_not_answer_is_shown_all_the_same(script: str, desktop_sif: Path, scratch: Path) -> None:
     async def use(sandbox: ApptainerSandbox) -> None:
         page = f"<title>held</title><body style='background: #f00'><script>{script}</script>"
-        await sandbox.exec(["sh", "-c", "cat > /held.html"], user_input=page)
+        await write(sandbox, "/held.html", page)
         assert (await screen(sandbox, "start", "--url", "file:///held.html"))["ok"]
         assert (await act(sandbox, action="screenshot"))["ok"]
         shown = await tree(sandbox)
@@ -308,8 +330,7 @@ def test_the_tree_of_a_large_page_is_cut(desktop_sif: Path, scratch: Path) -> No
             "for (let i = 0; i < 2e4; i++) list.append(new Option('x'.repeat(500)))"
         )
         body = f"<textarea id=area></textarea><button id=half></button><p>{'y' * 10**6}</p><div id=list></div>"
-        page = f"{body}<script>{script}</script>"
-        await sandbox.exec(["sh", "-c", "cat > /large.html"], user_input=page)
+        await write(sandbox, "/large.html", f"{body}<script>{script}</script>")
         assert (await screen(sandbox, "start", "--url", "file:///large.html"))["ok"]
         shown = await tree(sandbox)
         assert len(shown.splitlines()) <= 1001
@@ -318,7 +339,7 @@ def test_the_tree_of_a_large_page_is_cut(desktop_sif: Path, scratch: Path) -> No
     on_a_desktop(desktop_sif, scratch, use, started=False)
 
 
-def test_the_tree_is_that_of_the_tab_that_is_shown(desktop_sif: Path, scratch: Path) -> None:
+def test_the_tree_is_that_of_the_tab_that_is_shown(shared: Callable[..., Any]) -> None:
     async def use(sandbox: ApptainerSandbox) -> None:
         async def shows(start: str) -> None:
             for _ in range(50):
@@ -329,9 +350,9 @@ def test_the_tree_is_that_of_the_tab_that_is_shown(desktop_sif: Path, scratch: P
 
         first = '<title>one</title><a style="position:absolute; top:90px" target=_blank href="two.html">Go</a>'
         second = "<title>two</title><button onclick=\"document.title='three'\">Press</button>"
-        await sandbox.exec(["sh", "-c", "cat > /one.html"], user_input=first)
-        await sandbox.exec(["sh", "-c", "cat > /two.html"], user_input=second)
-        assert (await screen(sandbox, "start", "--url", "file:///one.html"))["ok"]
+        await write(sandbox, "/one.html", first)
+        await write(sandbox, "/two.html", second)
+        assert (await act(sandbox, action="goto", url="file:///one.html"))["ok"]
         await act(sandbox, action="left_click", coordinate=await place(sandbox, 'link "Go"'))
         await shows('RootWebArea "two"')
         await act(sandbox, action="left_click", coordinate=await place(sandbox, 'button "Press"'))
@@ -343,7 +364,7 @@ def test_the_tree_is_that_of_the_tab_that_is_shown(desktop_sif: Path, scratch: P
         await act(sandbox, action="key", text="ctrl+t")
         await shows('RootWebArea "chrome://new-tab-page/"')
 
-    on_a_desktop(desktop_sif, scratch, use, started=False)
+    shared(use)
 
 
 def test_a_full_shared_memory_is_a_named_failure_or_none(desktop_sif: Path, scratch: Path) -> None:
@@ -409,19 +430,13 @@ async def elements(sandbox: ApptainerSandbox) -> dict[str, str]:
     }
 
 
-async def on_elements(
-    image: Path, scratch: Path, use: Callable[[ApptainerSandbox, dict[str, str]], Awaitable[None]], *words: str
-) -> None:
-    async with ApptainerProvider(scratch) as provider:
-        async with await provider.start(SandboxSpec(str(image), network="gateway")) as sandbox:
-            await sandbox.exec(["sh", "-c", "cat > /page.html"], user_input=ELEMENTS)
-            assert (await screen(sandbox, "start", "--url", "file:///page.html", *words))["ok"]
-            await use(sandbox, await elements(sandbox))
-
-
 @pytest.mark.parametrize("words", [(), ("--zoom", "2", "--kiosk")], ids=["window", "zoomed"])
-async def test_elements_are_acted_on_by_their_ids(words: tuple[str, ...], desktop_sif: Path, scratch: Path) -> None:
-    async def use(sandbox: ApptainerSandbox, ids: dict[str, str]) -> None:
+def test_elements_are_acted_on_by_their_ids(
+    words: tuple[str, ...], desktop_sif: Path, scratch: Path, shared: Callable[..., Any]
+) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        ids = await elements(sandbox)
+
         async def after(expected: str, action: str, element: str, **fields: Any) -> None:
             answer = await act(sandbox, action=action, element=ids[element], **fields)
             assert answer == {"ok": True}, (element, answer)
@@ -456,11 +471,20 @@ async def test_elements_are_acted_on_by_their_ids(words: tuple[str, ...], deskto
         assert len(lasting) > 15
         assert [kept[name] for name in lasting] == [ids[name] for name in lasting]
 
-    await on_elements(desktop_sif, scratch, use, *words)
+    async def zoomed(sandbox: ApptainerSandbox) -> None:
+        await write(sandbox, "/page.html", ELEMENTS)
+        assert (await screen(sandbox, "start", "--url", "file:///page.html", *words))["ok"]
+        await use(sandbox)
+
+    if words:
+        on_a_desktop(desktop_sif, scratch, zoomed, started=False)
+    else:
+        shared(use, ELEMENTS)
 
 
-async def test_what_cannot_be_done_with_an_element_is_named(desktop_sif: Path, scratch: Path) -> None:
-    async def use(sandbox: ApptainerSandbox, ids: dict[str, str]) -> None:
+def test_what_cannot_be_done_with_an_element_is_named(shared: Callable[..., Any]) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        ids = await elements(sandbox)
         assert (await act(sandbox, action="left_click", element=ids["button 'Leave'"]))["ok"]
         gone = "is not on the page; look at it again for the present ids"
         wrong: list[tuple[str, Any, dict[str, Any], str]] = [
@@ -493,12 +517,13 @@ async def test_what_cannot_be_done_with_an_element_is_named(desktop_sif: Path, s
             assert reason in answer["error"], (action, element, fields, answer)
         assert (await act(sandbox, action="left_click", element=ids["button 'Press'"]))["ok"]
 
-    await on_elements(desktop_sif, scratch, use)
+    shared(use, ELEMENTS)
 
 
-async def test_addresses_are_opened_and_ids_of_another_page_are_stale(desktop_sif: Path, scratch: Path) -> None:
-    async def use(sandbox: ApptainerSandbox, ids: dict[str, str]) -> None:
-        await sandbox.exec(["sh", "-c", "cat > /other.html"], user_input="<button>Press</button>")
+def test_addresses_are_opened_and_ids_of_another_page_are_stale(shared: Callable[..., Any]) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        ids = await elements(sandbox)
+        await write(sandbox, "/other.html", "<button>Press</button>")
         assert (await act(sandbox, action="goto", url="file:///other.html"))["ok"]
         other = await elements(sandbox)
         assert other["button 'Press'"] not in ids.values()
@@ -521,13 +546,14 @@ async def test_addresses_are_opened_and_ids_of_another_page_are_stale(desktop_si
         for url, reason in (("file:///missing.html", "ERR_FILE_NOT_FOUND"), ("http://127.0.0.1:9", "ERR_")):
             assert reason in (await act(sandbox, action="goto", url=url))["error"]
 
-    await on_elements(desktop_sif, scratch, use)
+    shared(use, ELEMENTS)
 
 
-async def test_a_page_cannot_deceive_the_functions_of_actions(desktop_sif: Path, scratch: Path) -> None:
+def test_a_page_cannot_deceive_the_functions_of_actions(shared: Callable[..., Any]) -> None:
     """The page replaces what they use. That would be called if they ran among its scripts."""
 
-    async def use(sandbox: ApptainerSandbox, ids: dict[str, str]) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        ids = await elements(sandbox)
         for action in (
             {"action": "left_click", "element": ids["button 'Low'"]},
             {"action": "fill", "element": ids["textbox 'name'"], "text": "x"},
@@ -539,13 +565,4 @@ async def test_a_page_cannot_deceive_the_functions_of_actions(desktop_sif: Path,
         await act(sandbox, action="left_click", element=ids["button 'Match'"])
         assert "deceived" in await tree(sandbox, "--ids"), "the page's own scripts do call it"
 
-    await on_elements(desktop_sif, scratch, use)
-
-
-async def test_without_a_browser_the_tree_and_actions_say_so(desktop_sif: Path, scratch: Path) -> None:
-    async with ApptainerProvider(scratch) as provider:
-        async with await provider.start(SandboxSpec(str(desktop_sif), network="gateway")) as sandbox:
-            assert (await screen(sandbox, "start", "--run", "l3afpad"))["ok"]
-            assert await tree(sandbox, "--ids") == "(no browser runs on this desktop)\n"
-            for action in ({"action": "left_click", "element": "1"}, {"action": "go_back"}):
-                assert (await act(sandbox, **action))["error"] == "no browser runs on this desktop"
+    shared(use, ELEMENTS)

@@ -256,17 +256,11 @@ def test_what_a_credential_file_may_hold(home: Path) -> None:
     known = home / ".docker" / "config.json"
     hub = {"auth": base64.b64encode(b"hub:pass:word").decode()}
     known.write_text(
-        json.dumps(
-            {
-                "auths": {
-                    "https://index.docker.io/v1/": hub,
-                    "ghcr.io": {"auth": "", "identitytoken": "refresh"},
-                    "quay.io/team": {"auth": base64.b64encode(b"team:1").decode()},
-                    "broken.io": {"auth": "!"},
-                }
-            }
-        )
-    )
+        json.dumps({"auths": {
+            "https://index.docker.io/v1/": hub, "ghcr.io": {"auth": "", "identitytoken": "refresh"},
+            "quay.io/team": {"auth": base64.b64encode(b"team:1").decode()}, "broken.io": {"auth": "!"},
+        }})
+    )  # fmt: skip
     found = find_credentials("docker.io", "library/debian")
     assert found is not None
     assert (found.user, found.password) == ("hub", "pass:word")
@@ -399,37 +393,26 @@ def test_a_redirection_to_another_host_carries_no_credentials(closed: Registry, 
 # --- connections break ------------------------------------------------------------------------------------------------
 
 
-def test_a_broken_blob_goes_on_where_it_stopped(registry: Registry, between: Front) -> None:
+@pytest.mark.parametrize("ranges", [True, False], ids=["a server with ranges", "one without"])
+def test_a_broken_blob_goes_on_where_it_stopped_or_is_read_again(
+    registry: Registry, between: Front, ranges: bool
+) -> None:
     content = layer({"a": noise("broken", 900_000)}, "")
     registry.push("broken", "1", [content])
-    ranges: list[str | None] = []
+    asked: list[str | None] = []
 
     def breaks(handler: BaseHTTPRequestHandler) -> None:
-        ranges.append(handler.headers.get("Range"))
-        between.passed_on(handler, 300_000)
+        asked.append(handler.headers.get("Range"))
+        if not ranges:
+            del handler.headers["Range"]
+        between.passed_on(handler, 300_000 if ranges else None if len(asked) == 3 else 700_000)
 
     between.rules[content.digest] = breaks
     shelf = Shelf()
     shelf.fetch(reference(between, "broken:1"))
     assert shelf.kept == {content.digest: content.blob}
-    assert ranges == [None, "bytes=300000-", "bytes=600000-", "bytes=900000-"]
-
-
-def test_a_server_without_ranges_is_read_again(registry: Registry, between: Front) -> None:
-    content = layer({"a": noise("again", 500_000)}, "")
-    registry.push("again", "1", [content])
-    tries: list[int] = []
-
-    def breaks(handler: BaseHTTPRequestHandler) -> None:
-        del handler.headers["Range"]
-        tries.append(len(tries))
-        between.passed_on(handler, None if len(tries) == 3 else 400_000)
-
-    between.rules[content.digest] = breaks
-    shelf = Shelf()
-    shelf.fetch(reference(between, "again:1"))
-    assert shelf.kept == {content.digest: content.blob}
-    assert len(tries) == 3
+    assert len(asked) == (4 if ranges else 3)
+    assert not ranges or asked == [None, "bytes=300000-", "bytes=600000-", "bytes=900000-"]
 
 
 def test_a_busy_registry_is_asked_again_and_a_dead_one_given_up(registry: Registry, between: Front) -> None:
@@ -526,50 +509,42 @@ ONE = layer({"a": noise("one")})
 
 
 def changed_layer(**changes: object) -> bytes:
-    return manifest_of(
-        [], layers=[{"mediaType": f"{LAYER}+gzip", "digest": f"sha256:{ONE.digest}", "size": 5, **changes}]
-    )
+    known = {"mediaType": f"{LAYER}+gzip", "digest": f"sha256:{ONE.digest}", "size": 5}
+    return manifest_of([], layers=[known | changes])
+
+
+def sent(manifest: bytes, **headers: str) -> dict[str, Answer]:
+    """Returns the rule that answers with a manifest."""
+    return {"/1": says(200, manifest, **headers)}
 
 
 TOKEN = "/token?scope=repository%3Aone%3Apull"
+UNREADABLE = r"its manifest cannot be read"
+FOREIGN = "application/vnd.docker.image.rootfs.foreign.diff.tar.gzip"
+LARGE = {"digest": f"sha256:{ONE.digest}", "size": 1 << 40}
 HOSTILE: dict[str, tuple[dict[str, Answer], str]] = {
     "a longer blob": ({ONE.digest: says(200, ONE.blob + b"x")}, r"\d+ bytes; its manifest says \d+"),
     "an endless blob": ({ONE.digest: endless}, r"longer than the \d+ bytes that its manifest says"),
     "an endless manifest": ({"/1": endless}, r"manifest 1 has more than 4194304 bytes"),
-    "no JSON": ({"/1": says(200, b"\xff\xfe", Content_Type=MANIFEST)}, r"its manifest cannot be read"),
-    "deep JSON": (
-        {"/1": says(200, b'{"layers":' + b"[" * 10**6, Content_Type=MANIFEST)},
-        r"its manifest cannot be read",
-    ),
-    "a path for a digest": (
-        {"/1": says(200, changed_layer(digest="sha256:../../etc"))},
-        r"its manifest cannot be read",
-    ),
-    "a digest and more": (
-        {"/1": says(200, changed_layer(digest=f"sha256:{ONE.digest}/../x"))},
-        r"its manifest cannot be read: .*digest",
-    ),
-    "a digest and a line": (
-        {"/1": says(200, changed_layer(digest=f"sha256:{ONE.digest}\n"))},
-        r"manifest cannot be read",
-    ),
-    "a negative size": ({"/1": says(200, changed_layer(size=-1))}, r"its manifest cannot be read"),
-    "no layer": (
-        {"/1": says(200, changed_layer(mediaType="application/vnd.docker.image.rootfs.foreign.diff.tar.gzip"))},
-        r"'application/vnd.docker.image.rootfs.foreign.diff.tar.gzip' is not a layer",
-    ),
-    "many layers": ({"/1": says(200, manifest_of([ONE] * 1001))}, r"1001 layers; at most 1000 are taken"),
+    "no JSON": (sent(b"\xff\xfe", Content_Type=MANIFEST), UNREADABLE),
+    "deep JSON": (sent(b'{"layers":' + b"[" * 10**6, Content_Type=MANIFEST), UNREADABLE),
+    "a path for a digest": (sent(changed_layer(digest="sha256:../../etc")), UNREADABLE),
+    "a digest and more": (sent(changed_layer(digest=f"sha256:{ONE.digest}/../x")), rf"{UNREADABLE}: .*digest"),
+    "a digest and a line": (sent(changed_layer(digest=f"sha256:{ONE.digest}\n")), UNREADABLE),
+    "a negative size": (sent(changed_layer(size=-1)), UNREADABLE),
+    "no layer": (sent(changed_layer(mediaType=FOREIGN)), rf"'{FOREIGN}' is not a layer"),
+    "many layers": (sent(manifest_of([ONE] * 1001)), r"1001 layers; at most 1000 are taken"),
     "no image": (
-        {"/1": says(200, manifest_of([ONE], mediaType="application/vnd.cncf.helm.config.v1+json"))},
+        sent(manifest_of([ONE], mediaType="application/vnd.cncf.helm.config.v1+json")),
         r"is not a manifest of a container image",
     ),
     "another configuration": ({digest_of(config_of([ONE])): says(200, b"{}")}, r"ended early|registry sent sha256"),
     "a large configuration": (
-        {"/1": says(200, manifest_of([ONE], config={"digest": f"sha256:{ONE.digest}", "size": 1 << 40}))},
+        sent(manifest_of([ONE], config=LARGE)),
         r"its configuration has 1099511627776 bytes, at most 4194304 are read",
     ),
     "archives that do not fit": (
-        {"/1": says(200, manifest_of([ONE, ONE], config=json.loads(manifest_of([ONE]))["config"]))},
+        sent(manifest_of([ONE, ONE], config=json.loads(manifest_of([ONE]))["config"])),
         r"2 layers, but its configuration lists 1",
     ),
     "a circle": ({"/1": says(307, Location="1")}, r"more than 5 redirections"),
@@ -582,14 +557,8 @@ HOSTILE: dict[str, tuple[dict[str, Answer], str]] = {
         {"/1": says(401, WWW_Authenticate='Bearer realm="file:///etc/passwd",service="x"')},
         r"takes its tokens from 'file:///etc/passwd', which is not https",
     ),
-    "a token with a header": (
-        {TOKEN: says(200, b'{"token": "x\\r\\nHost: y"}')},
-        r"gives no token without credentials",
-    ),
-    "an endless token": (
-        {TOKEN: endless},
-        r"the answer of its token server has more than 1048576 bytes",
-    ),
+    "a token with a header": ({TOKEN: says(200, b'{"token": "x\\r\\nHost: y"}')}, "gives no token without credentials"),
+    "an endless token": ({TOKEN: endless}, r"the answer of its token server has more than 1048576 bytes"),
 }
 
 

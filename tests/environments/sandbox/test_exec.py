@@ -47,40 +47,22 @@ async def test_a_start_that_is_cancelled_as_its_container_becomes_ready_is_cance
     assert starting.cancelled()
 
 
-async def test_exit_codes_signals_and_streams_are_exact(start_any: Start) -> None:
+async def test_exit_codes_signals_input_and_streams_are_exact(start_any: Start) -> None:
+    """A sequence is run as it is, and a string by the shell. Standard input is empty unless given."""
     sandbox = await start_any()
-    commands = (
-        "exit 0",
-        "exit 3",
-        "exit 255",
-        "kill -TERM $$",
-        "kill -9 $$",
-        "no-such-command",
-        "echo out; echo err >&2",
-    )
-    results = [await sandbox.exec(command) for command in commands]
-    assert [r.exit_code for r in results] == [0, 3, 255, 143, 137, 127, 0]
-    assert (results[-1].stdout, results[-1].stderr) == ("out\n", "err\n")
-    assert not any(r.timed_out or r.truncated for r in results)
-
-
-async def test_a_sequence_is_run_as_it_is_and_a_string_by_the_shell(start_any: Start) -> None:
-    sandbox = await start_any()
-    hostile = "a b'c\"$HOME`id`\n\\n*"
+    codes = {"exit 0": 0, "exit 3": 3, "exit 255": 255, "kill -TERM $$": 143, "kill -9 $$": 137, "no-such-command": 127}
+    for command, code in codes.items():
+        result = await sandbox.exec(command)
+        assert (result.exit_code, result.timed_out, result.truncated) == (code, False, False), command
+    result = await sandbox.exec("echo out; echo err >&2")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "out\n", "err\n")
+    assert (result.timed_out, result.truncated) == (False, False)
+    hostile, data, longest = "a b'c\"$HOME`id`\n\\n*", bytes(range(256)) * 300, "x" * 300_000
     assert (await sandbox.exec(["printf", "%s", hostile])).stdout == hostile
     assert (await sandbox.exec(f"cat <<'END'\n{hostile}\nEND\n")).stdout == hostile + "\n"
-
-
-async def test_every_byte_value_passes_in_both_directions(start_any: Start) -> None:
-    data = bytes(range(256)) * 300
-    sandbox = await start_any()
+    assert (await sandbox.exec(f"cat <<'END' | wc -c\n{longest}\nEND\n")).stdout.strip() == "300001"
     result = await sandbox.exec("tee /dev/stderr", user_input=data)
-    assert result.stdout_bytes == data
-    assert result.stderr_bytes == data
-
-
-async def test_standard_input_is_empty_unless_given(start_any: Start) -> None:
-    sandbox = await start_any()
+    assert result.stdout_bytes == result.stderr_bytes == data
     assert (await sandbox.exec("cat", timeout_s=5)).stdout == ""
     assert (await sandbox.exec("cat", user_input="täxt")).stdout == "täxt"
 
@@ -96,12 +78,6 @@ async def test_directory_and_environment_hold_for_one_command(start_any: Start) 
     missing = await sandbox.exec("pwd", cwd="/no/such")
     assert missing.exit_code == 126
     assert "/no/such" in missing.stderr
-
-
-async def test_commands_longer_than_an_argument_may_be(start_any: Start) -> None:
-    text = "x" * 300_000
-    sandbox = await start_any()
-    assert (await sandbox.exec(f"cat <<'END' | wc -c\n{text}\nEND\n")).stdout.strip() == "300001"
 
 
 async def test_signals_have_their_default_effect_in_commands(start: Start) -> None:
@@ -129,50 +105,35 @@ async def test_a_gigabyte_of_output_is_bounded_in_memory_and_keeps_head_and_tail
 async def test_a_timeout_kills_everything_the_command_started(start_any: Start) -> None:
     sandbox = await start_any()
     other = asyncio.create_task(sandbox.exec("until [ -e /over ]; do sleep 0.05; done; echo fine", timeout_s=60))
-    started = time.monotonic()
     daemon = "(setsid sh -c 'sleep 1003 & sleep 1004' &)"
     command = f"echo begun; trap '' TERM; sleep 1001 & setsid sleep 1002 & {daemon}; sleep 1005"
     result = await sandbox.exec(command, timeout_s=0.5)
-    took = time.monotonic() - started
     left = (await sandbox.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -o 'sleep 100[0-9]'")).stdout
     await sandbox.exec("touch /over")
     assert (await other).stdout == "fine\n"
     assert (result.exit_code, result.timed_out, result.stdout) == (124, True, "begun\n")
     assert left == ""
-    assert took < 5
 
 
 async def test_commands_run_at_the_same_time_in_one_sandbox(start_any: Start) -> None:
     sandbox = await start_any()
-    started = time.monotonic()
     together = "touch /here{0}; until set -- /here* && [ $# -eq 12 ]; do sleep 0.05; done; echo {0}"
     results = await asyncio.gather(*(sandbox.exec(together.format(i), timeout_s=30) for i in range(12)))
-    took, outputs = time.monotonic() - started, [r.stdout for r in results]
-    assert outputs == [f"{i}\n" for i in range(12)]
-    assert took < 6
+    assert [result.stdout for result in results] == [f"{i}\n" for i in range(12)]
 
 
 async def test_a_background_process_outlives_its_command_and_may_go_on_printing(start_any: Start) -> None:
     sandbox = await start_any()
-    started = time.monotonic()
     first = await sandbox.exec("(while :; do echo noise; echo >> /said; sleep 0.01; done) & echo $!")
-    took = time.monotonic() - started
     await sandbox.exec("until [ $(wc -l < /said) -gt 20 ]; do sleep 0.01; done", timeout_s=30)
-    for _ in range(3):
-        quiet = await sandbox.exec("echo quiet")
+    assert [(await sandbox.exec("echo quiet")).stdout for _ in range(3)] == ["quiet\n"] * 3
     pid = next(line for line in first.stdout.splitlines() if line.isdigit())
-    quiet = quiet.stdout
-    alive = (await sandbox.exec(f"kill -0 {pid}")).exit_code
-    assert took < 2
-    assert quiet == "quiet\n"
-    assert alive == 0
+    assert (await sandbox.exec(f"kill -0 {pid}")).exit_code == 0
 
 
 async def test_streams_are_used_again_and_nothing_of_them_is_lost(start_any: Start) -> None:
     """Reuses streams after a short command, a long output, late output, and next to a background process."""
-    long = (
-        "sleep 0.02; i=0; while [ $i -lt 2000 ]; do echo 0123456789012345678901234567890123456789; i=$((i + 1)); done"
-    )
+    long = "sleep 0.02; i=0; while [ $i -lt 2000 ]; do echo 0123456789012345678901234567890123456789; i=$((i+1)); done"
     sandbox = await start_any()
     shorts, longs = set(), set()
     assert sandbox._dir.container
@@ -183,9 +144,8 @@ async def test_streams_are_used_again_and_nothing_of_them_is_lost(start_any: Sta
         longs.add(len((await sandbox.exec(long)).stdout_bytes))
     await until_async(lambda: not pairs._held, "nobody holds a stream")
     assert len(pairs._free) == pairs._made
-    made = pairs._made
+    assert pairs._made <= 6
     assert (shorts, longs) == ({"short\n"}, {2000 * 41})
-    assert made <= 6
 
 
 @pytest.mark.parametrize("last_words", [b"", b"late"], ids=["silent", "printing"])
@@ -263,8 +223,7 @@ async def test_the_shells_that_start_commands_keep_nothing_of_those_that_ended(s
             await sandbox.exec("/bin/true")
         assert sandbox.pid is not None
         held.append(max(written(pid) for pid in (sandbox.pid, *descendants(sandbox.pid))))
-    before, after = held[0], held[1]
-    assert after - before < 16
+    assert held[1] - held[0] < 16
 
 
 def written(pid: int) -> int:
@@ -279,7 +238,7 @@ async def test_killing_the_group_the_runner_or_everyone_costs_that_command_only(
     assert (await sandbox.exec("kill -9 0")).exit_code == 137
     assert (await sandbox.exec("kill -9 1; kill -9 $$")).exit_code == 137
     everyone = await sandbox.exec("echo said; touch kept; kill -9 -1", timeout_s=10)
-    everyone, after = [everyone, await sandbox.exec("ls kept")]
+    after = await sandbox.exec("ls kept")
     assert (everyone.exit_code, everyone.stdout) == (137, "said\n")
     assert "every process" in everyone.stderr
     assert after.stdout == "kept\n"
@@ -314,26 +273,21 @@ async def test_stopping_ends_a_running_command_with_an_error_and_leaves_no_files
             await ended
 
 
-async def test_a_command_that_cannot_be_handed_over_costs_nothing_else(start_any: Start) -> None:
-    sandbox = await start_any()
-    for _ in range(70):  # more than the number of workers
-        with pytest.raises(SandboxError, match="zero byte"):
-            await sandbox.exec(["echo", "a\0b"])
-        with pytest.raises(ConfigError, match="A-B"):
-            await sandbox.exec("true", env={"A-B": "x"})
-    assert (await sandbox.exec("echo fine")).stdout == "fine\n"
-
-
-async def test_cancelling_a_command_ends_it(start_any: Start) -> None:
+async def test_a_command_that_is_cancelled_or_cannot_be_handed_over_costs_nothing_else(start_any: Start) -> None:
     sandbox = await start_any()
     task = asyncio.create_task(sandbox.exec("sleep 2001"))
     await until_async(lambda: sandbox.busy, "the command runs")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert (
-        await sandbox.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c '[s]leep 2001'")
-    ).stdout.strip() == "0"
+    left = await sandbox.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c '[s]leep 2001'")
+    assert left.stdout.strip() == "0"
+    for _ in range(70):  # more than the number of workers
+        with pytest.raises(SandboxError, match="zero byte"):
+            await sandbox.exec(["echo", "a\0b"])
+        with pytest.raises(ConfigError, match="A-B"):
+            await sandbox.exec("true", env={"A-B": "x"})
+    assert (await sandbox.exec("echo fine")).stdout == "fine\n"
 
 
 async def test_the_number_of_processes_is_bounded_per_sandbox(start_any: Start) -> None:
@@ -365,15 +319,6 @@ async def test_uploads_and_downloads_keep_contents_modes_and_links(start_any: St
     assert (tmp_path / "one.sh").read_text() == "#!/bin/sh\necho ran\n"
 
 
-async def test_a_download_cannot_write_outside_its_target(start_any: Start, tmp_path: Path) -> None:
-    sandbox = await start_any()
-    await sandbox.exec(
-        "mkdir /out && ln -s /etc/passwd /out/a && ln -s ../../escape /out/b && mkfifo /out/c && echo x > /out/d"
-    )
-    await sandbox.download("/out", str(tmp_path / "in"))
-    assert sorted(path.name for path in (tmp_path / "in").iterdir()) == ["d"]
-
-
 async def test_reset_gives_the_image_back_and_kill_processes_keeps_the_files(start_any: Start) -> None:
     sandbox = await start_any()
     look = "ls -d /kept /etc/hostname-not 2>/dev/null; cat /tmp/note 2>/dev/null; "
@@ -383,7 +328,7 @@ async def test_reset_gives_the_image_back_and_kill_processes_keeps_the_files(sta
     await sandbox.kill_processes()
     after_kill = (await sandbox.exec(look)).stdout
     await sandbox.reset()
-    after_kill, after_reset = [after_kill, (await sandbox.exec(look + "; ls -d /opt")).stdout]
+    after_reset = (await sandbox.exec(look + "; ls -d /opt")).stdout
     assert after_kill.split() == ["/kept", "note", "0"]
     assert after_reset.split() == ["0", "/opt"]
 
@@ -485,12 +430,7 @@ async def test_many_sandboxes_leave_no_descriptor_and_no_directory(rootfs: str, 
 
 
 @pytest.mark.parametrize(
-    ("spec", "value"),
-    [
-        ({"network": "tor"}, "tor"),
-        ({"workdir": "here"}, "absolute"),
-        ({"env": {"A-B": "x"}}, "A-B"),
-    ],
+    ("spec", "value"), [({"network": "tor"}, "tor"), ({"workdir": "here"}, "absolute"), ({"env": {"A-B": "x"}}, "A-B")]
 )
 async def test_a_wrong_spec_is_refused_with_its_value(start: Start, spec: dict[str, Any], value: str) -> None:
     with pytest.raises(ConfigError, match=value):

@@ -66,10 +66,7 @@ async def test_an_image_of_layers_is_the_same_whichever_way_a_node_takes_it(
 
 async def test_an_image_without_a_base_starts(busybox_rootfs: str, start: Start, store: ImageStore) -> None:
     """The lowest layer has a shell, as images of registries do, and no file of the runtime."""
-    programs: dict[str, str | bytes | None] = {
-        "bin/": "",
-        "bin/busybox": Path(busybox_rootfs, "bin/busybox").read_bytes(),
-    }
+    programs: Entries = {"bin/": "", "bin/busybox": Path(busybox_rootfs, "bin/busybox").read_bytes()}
     programs |= {f"bin/{name}": "->busybox" for name in ("sh", "cat", "ls", "head", "rm", "mkdir", "kill")}
     sandbox = await start(add_image(store, None, [programs, {"app/": "", "app/one": "1\n"}]))
     seen = (await sandbox.exec("cat /app/one; ls /app /bin")).stdout

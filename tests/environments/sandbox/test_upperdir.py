@@ -44,24 +44,18 @@ def files(upper: Path) -> list[str]:
 
 
 SYSTEM = (
-    "usr/bin/sh",
-    "usr/bin/awk",
-    "usr/local/bin/grep",
-    "usr/lib/libc.so.6",
-    "usr/lib/libnew.so",
-    "etc/ld.so.preload",
-)
-SYSTEM += (
-    "usr/lib/hwcaps/v3/libc.so.6",
-    "lib64/ld.so",
-    "opt/new/lib",
-    "root/.profile",
-    "environment",
-    "bin/sh",
-    "bin/new",
+    *("usr/bin/sh", "usr/bin/awk", "usr/local/bin/grep", "usr/lib/libc.so.6", "usr/lib/libnew.so", "etc/ld.so.preload"),
+    *("usr/lib/hwcaps/v3/libc.so.6", "lib64/ld.so", "opt/new/lib", "root/.profile", "environment", "bin/sh", "bin/new"),
 )
 NEW = ("usr/bin/bash", "usr/local/bin/mine", "data/x", "root/answer", "srv/new", "usr/bin/link")
 CHANGED = ("srv/d", "var/run", "app/keep/x", "usr/src/app/y")
+
+
+def kept_of(tmp_path: Path, upper: Path, rules: KeepRules, seen: LayerView | None = None) -> list[str]:
+    """The files that are left of a layer by these rules."""
+    seen = seen or image(tmp_path)
+    keep_only(upper, tmp_path / "aside", sift(upper, seen, rules).kept, seen)
+    return files(upper)
 
 
 def test_additions_outside_the_system_and_programs_of_new_names_are_kept(tmp_path: Path) -> None:
@@ -70,34 +64,24 @@ def test_additions_outside_the_system_and_programs_of_new_names_are_kept(tmp_pat
     (upper / "usr/bin/link").unlink()
     (upper / "usr/bin/link").symlink_to("/data/x")
     seen = image(tmp_path)
-    kept = sift(upper, seen, KeepRules(["app/keep", "usr/src/app"])).kept
-    keep_only(upper, tmp_path / "aside", kept, seen)
-    assert files(upper) == sorted([*NEW, "app/keep/x", "usr/src/app/y"])
-
-
-def test_only_the_named_paths_are_kept_where_additions_are_not(tmp_path: Path) -> None:
-    upper = tmp_path / "upper"
-    fill(upper, *SYSTEM, *NEW, *CHANGED)
-    sifted = sift(upper, image(tmp_path), KeepRules(["usr/src/app"], additions=False))
-    assert sifted.kept == ["usr/src/app"]
+    sifted = sift(upper, seen, KeepRules(["usr/src/app"], additions=False))
+    assert sifted.kept == ["usr/src/app"], "only what is named is kept where additions are not"
     assert {"usr/bin/sh", "data", "srv/d", "app", "root/answer"} <= set(sifted.dropped)
+    kept = kept_of(tmp_path, upper, KeepRules(["app/keep", "usr/src/app"]), seen)
+    assert kept == sorted([*NEW, "app/keep/x", "usr/src/app/y"])
 
 
 def test_without_a_work_directory_all_but_the_system_is_kept(tmp_path: Path) -> None:
     upper = tmp_path / "upper"
     fill(upper, *SYSTEM, *NEW, *CHANGED)
-    seen = image(tmp_path)
-    keep_only(upper, tmp_path / "aside", sift(upper, seen, KeepRules(everywhere=True)).kept, seen)
-    assert files(upper) == sorted({*NEW, *CHANGED} - {"usr/src/app/y"})
+    assert kept_of(tmp_path, upper, KeepRules(everywhere=True)) == sorted({*NEW, *CHANGED} - {"usr/src/app/y"})
 
 
 def test_directories_on_the_images_own_path_are_the_images(tmp_path: Path) -> None:
     upper = tmp_path / "upper"
     fill(upper, "data/env/bin/grep", "data/env/bin/mine", "data/env/lib/site.py", "data/other", "more/lib.py")
     rules = KeepRules(programs=(*PROGRAM_DIRS, "data/env/bin"), loaded=["more"])
-    seen = image(tmp_path)
-    keep_only(upper, tmp_path / "aside", sift(upper, seen, rules).kept, seen)
-    assert files(upper) == ["data/env/bin/mine", "data/other"]
+    assert kept_of(tmp_path, upper, rules) == ["data/env/bin/mine", "data/other"]
 
 
 def test_no_link_that_the_agent_made_leads_to_what_is_kept(tmp_path: Path) -> None:
@@ -106,18 +90,15 @@ def test_no_link_that_the_agent_made_leads_to_what_is_kept(tmp_path: Path) -> No
     upper.mkdir()
     for name in ("app", "usr", "data"):
         (upper / name).symlink_to(outside)
-    seen = image(tmp_path)
-    rules = KeepRules(["app", "data/app"])
-    keep_only(upper, tmp_path / "aside", sift(upper, seen, rules).kept, seen)
+    kept_of(tmp_path, upper, KeepRules(["app", "data/app"]))
     assert os.listdir(upper) == []
 
 
 def test_directories_on_the_way_have_the_images_mode(tmp_path: Path) -> None:
-    upper, seen = tmp_path / "upper", image(tmp_path)
+    upper = tmp_path / "upper"
     fill(upper, "usr/src/app/y")
     (upper / "usr").chmod(0)
-    rules = KeepRules(["usr/src/app"])
-    keep_only(upper, tmp_path / "aside", sift(upper, seen, rules).kept, seen)
+    kept_of(tmp_path, upper, KeepRules(["usr/src/app"]))
     assert (upper / "usr").stat().st_mode & 0o777 == 0o755
 
 

@@ -8,7 +8,6 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -235,7 +234,10 @@ async def test_the_work_ends_with_a_service_that_is_killed(start: Start, what: s
             await group.guard(work())
 
 
-async def test_a_service_that_is_killed_as_the_work_ends_takes_the_result_along(start: Start) -> None:
+@pytest.mark.parametrize("error", [None, UserCodeError("no answer")], ids=["a verdict", "an error of the task's code"])
+async def test_a_service_that_is_killed_as_the_work_ends_takes_the_result_along(
+    start: Start, error: Exception | None
+) -> None:
     async with group_of(start, echo_service()) as group:
         (service,) = group._running.values()
 
@@ -243,6 +245,8 @@ async def test_a_service_that_is_killed_as_the_work_ends_takes_the_result_along(
             assert service.sandbox.pid is not None
             os.kill(pid := service.sandbox.pid, signal.SIGKILL)
             await until_async(lambda: is_gone(pid), "the end of the sandbox")
+            if error:
+                raise error
             return "verdict"
 
         with pytest.raises(ServiceError):
@@ -280,19 +284,6 @@ async def test_a_service_that_hangs_as_the_work_ends_takes_the_result_along_unle
                 await group.guard(work())
 
 
-async def test_a_service_that_the_agent_made_unhealthy_costs_no_verdict(start: Start) -> None:
-    health = HealthCheck(("test", "-e", "/data"), interval_s=0.2, ready_s=30)
-    command = ("sh", "-c", 'touch /data; exec "$@"', "sh", *echo_service().command)
-    async with group_of(start, echo_service(health=health, command=command)) as group:
-        (service,) = group._running.values()
-
-        async def work() -> str:
-            assert (await service.sandbox.exec("rm /data")).exit_code == 0
-            return "verdict"
-
-        assert await group.guard(work()) == "verdict"
-
-
 async def test_a_sandbox_that_hangs_has_no_more_time_than_a_program(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,23 +305,14 @@ async def test_a_sandbox_that_hangs_has_no_more_time_than_a_program(
         assert asked == ["true", ["true"]]
 
 
-async def test_an_error_of_the_tasks_code_counts_as_that_of_the_service_that_has_ended(start: Start) -> None:
-    async with group_of(start, echo_service()) as group:
-        (service,) = group._running.values()
-
-        async def work() -> None:
-            assert service.sandbox.pid is not None
-            os.kill(pid := service.sandbox.pid, signal.SIGKILL)
-            await until_async(lambda: is_gone(pid), "the end of the sandbox")
-            raise UserCodeError("no answer")
-
-        with pytest.raises(ServiceError):
-            await group.guard(work())
-
-
-async def test_a_container_without_its_services_is_not_used(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_next_container_has_its_services_and_their_names_or_is_not_used(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with group_of(start, echo_service()) as group:
         sandbox = await start(services=group.reachable)
+        await sandbox.exec("mv /etc /old; mkdir /etc; ln -s /tmp/fake /etc/hosts; echo 127.0.0.1 echo > /tmp/fake")
+        await sandbox.restart(replace(sandbox.spec, user=None))
+        assert (await sandbox.exec(ask("echo", 7000, "x"))).stdout == "echo x\n"
 
         async def fails(*_: object) -> None:
             raise SandboxError("no listener")
@@ -366,15 +348,22 @@ async def test_sockets_for_a_caller_that_is_cancelled_are_closed(start: Start, m
 
 
 async def test_the_result_and_the_error_of_the_work_are_passed_on(start: Start) -> None:
+    """Also if the agent made a service unhealthy."""
+
     async def work(error: Exception | None) -> int:
         if error:
             raise error
         return 7
 
-    async with group_of(start, echo_service()) as group:
+    health = HealthCheck(("test", "-e", "/data"), interval_s=0.2, ready_s=30)
+    command = ("sh", "-c", 'touch /data; exec "$@"', "sh", *echo_service().command)
+    async with group_of(start, echo_service(health=health, command=command)) as group:
         assert await group.guard(work(None)) == 7
         with pytest.raises(SandboxError, match="lost"):
             await group.guard(work(SandboxError("lost")))
+        (service,) = group._running.values()
+        assert (await service.sandbox.exec("rm /data")).exit_code == 0
+        assert await group.guard(work(None)) == 7
     async with group_of(start) as empty:
         assert empty.reachable is None
         assert await empty.guard(work(None)) == 7
@@ -384,13 +373,3 @@ async def test_a_port_below_1024_works_in_a_network_of_its_own(start: Start) -> 
     async with group_of(start, echo_service(port=80)) as group:
         sandbox = await start(network="none", services=group.reachable)
         assert (await sandbox.exec(ask("echo", 80, "x"))).stdout == "echo x\n"
-
-
-async def test_an_agent_that_moves_etc_away_gets_the_names_back_in_the_next_container(
-    start: Start, tmp_path: Path
-) -> None:
-    async with group_of(start, echo_service()) as group:
-        sandbox = await start(services=group.reachable)
-        await sandbox.exec("mv /etc /old; mkdir /etc; ln -s /tmp/fake /etc/hosts; echo 127.0.0.1 echo > /tmp/fake")
-        await sandbox.restart(replace(sandbox.spec, user=None))
-        assert (await sandbox.exec(ask("echo", 7000, "x"))).stdout == "echo x\n"

@@ -23,7 +23,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.live import STALE_S as STILL_S
 from megaflow_hpc.rundir.live import STALE_VIEWER_CLEANUP_S, Asked, LiveFiles
 from megaflow_hpc.rundir.record import RunRecord, write_run
-from tests.support.ledgers import Clock, rollouts
+from tests.support.ledgers import Clock, prepared, rollouts
 from tests.support.operations import counted
 
 
@@ -66,9 +66,7 @@ def pods(run: RunDir, names: str, clock: Clock, **more: Any) -> list[Pod]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path / "run")
-    run.create()
-    Ledger(run).create()
+    run = prepared(tmp_path / "run")
     write_blocks(run, rollouts(3), size=1)
     return run
 

@@ -8,17 +8,10 @@ from megaflow_hpc.ledger import Ledger, write_blocks
 from megaflow_hpc.pod.master import histories
 from megaflow_hpc.pod.master.histories import Histories, History
 from megaflow_hpc.rundir.events import AttemptEvent, EventWriter
-from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectory import Attempt
 from megaflow_hpc.types import Rollout
+from tests.support.ledgers import prepared
 from tests.support.pods import IoPod
-
-
-def prepared(path: Path) -> RunDir:
-    run = RunDir(path)
-    run.create()
-    Ledger(run).create()
-    return run
 
 
 def fail(events: EventWriter, rollout: str, attempt: int, kind: str) -> None:

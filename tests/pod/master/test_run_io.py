@@ -20,7 +20,7 @@ from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
 from megaflow_hpc.trajectory import Trajectory
-from tests.support.ledgers import Clock, rollouts
+from tests.support.ledgers import Clock, prepared, rollouts
 from tests.support.pods import IoPod
 
 
@@ -65,9 +65,7 @@ class Pod(IoPod):
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path / "run")
-    run.create()
-    Ledger(run).create()
+    run = prepared(tmp_path / "run")
     write_blocks(run, rollouts(2), size=10)
     return run
 

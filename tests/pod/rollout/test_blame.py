@@ -105,13 +105,7 @@ class DownloadsNothing:
 
 
 def run(
-    place: Path,
-    scratch: Path,
-    rootfs: str,
-    agent: type,
-    engine: str,
-    attempt: int = 0,
-    steps: tuple[str, ...] = ("x",),
+    place: Path, scratch: Path, rootfs: str, agent: type, engine: str, attempt: int = 0, steps: tuple[str, ...] = ("x",)
 ) -> Trajectory:
     """One attempt at a task whose tests give 0.
 
@@ -129,15 +123,10 @@ def run(
     config = CampaignConfig.model_validate(
         {"name": "blame", "tasks": str(place), "agent": "nop", "environment": {"network": "none"}}
     )
-    policy = Policy(
-        # An engine that is down ends the agent, whose time must not run out before.
-        agents=(
-            AgentConfig(
-                name=f"{__name__}:{agent.__name__}", timeout_s=15 if agent is Waits and engine != "down" else 300
-            ),
-        ),
-        model=ModelConfig(path="m"),
-    )
+    # An engine that is down ends the agent, whose time must not run out before.
+    timeout_s = 5 if agent is Waits and engine != "down" else 300
+    named = AgentConfig(name=f"{__name__}:{agent.__name__}", timeout_s=timeout_s)
+    policy = Policy(agents=(named,), model=ModelConfig(path="m"))
 
     class Dying(ScriptedEngine):
         def sample(self, text: str, prompt: Any) -> list[int]:
@@ -152,16 +141,11 @@ def run(
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         port = 1 if engine == "down" else runner.addresses[0][1]
         server = {"server": "p.0", "policy": "p", "url": f"http://127.0.0.1:{port}", "model_name": "m"}
-        async with (
-            ModelGateway(wait_s=2) as gateway,
-            ApptainerProvider(scratch) as provider,
-        ):
+        async with ModelGateway(wait_s=2) as gateway, ApptainerProvider(scratch) as provider:
             gateway.update_endpoints([server])
             services = Services(config, {"p": policy}, {"base": rootfs}, provider, gateway)
             try:
-                return (
-                    await run_attempt(services, Rollout(task.id, "p", 0, policy.agents[0].title), task, attempt)
-                ).trajectory
+                return (await run_attempt(services, Rollout(task.id, "p", 0, named.title), task, attempt)).trajectory
             finally:
                 services.agents.close()
                 await runner.cleanup()
@@ -223,15 +207,8 @@ async def test_a_task_that_cannot_be_read_fails_instead_of_running_for_ever(monk
     monkeypatch.setattr(runner, "_opened", Mock(gateway=gateway))
     monkeypatch.setattr(runner, "_send", AsyncMock(side_effect=sent.append))
     rollout = Rollout("t", "p", 0, "nop")
-    start = {
-        "task": {"services": 17},
-        "attempts": [],
-        "attempt": 0,
-        "epoch": 0,
-        "job_id": "1",
-        "rank": 1,
-        "checkpoint": "",
-    }
+    start = {"task": {"services": 17}, "attempts": [], "attempt": 0, "epoch": 0, "rank": 1}
+    start |= {"job_id": "1", "checkpoint": ""}
     await runner._run(rollout, start)
     (outcome,) = (Outcome.from_message(message) for message in sent if message["op"] == "result")
     assert (outcome.status, outcome.error_kind) == ("failed", "user")

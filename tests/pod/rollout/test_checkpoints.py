@@ -45,7 +45,8 @@ user = "1000"
 name = "second"
 """
 
-SCHEDULE = "seed: 7\nslurm: {pods: {slots_per_rank: 3}}\n"
+SCHEDULE = "seed: 7\nslurm: {pods: {slots_per_rank: 4}}\n"
+LARGE = f"head -c {MAX_CHECKPOINT_BYTES + 10**6} /dev/urandom > /large"
 
 
 Begin = Callable[..., tuple[Run, str]]
@@ -55,21 +56,21 @@ Begin = Callable[..., tuple[Run, str]]
 def start(tmp_path: Path, make_campaign: Make) -> Begin:
     """Starts a campaign whose rollouts are of three commands each; its tests find out whether each ran exactly once.
 
-    The last task has a step before that, of one command.
+    The last task has a step before that, of one command. ``task2`` first writes a file that is too large to be kept.
     """
 
-    def begin(extra: str, tasks: int, late_s: float = LATE_S, before: str = "true") -> tuple[Run, str]:
+    def begin(extra: str, tasks: int, late_s: float = LATE_S) -> tuple[Run, str]:
         mark = f"kept-{uuid.uuid4().hex}"
-        commands = [
-            f"{before} && mkdir /{mark} && echo one > log",
-            "rm /etc/issue; echo two >> log",
-            f"test -d /{mark} && echo three >> log",
-            "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
-        ]
-        answers: list[Any] = [block(command) for command in commands]
-        answers[1] = {"text": answers[1], "delay_s": late_s}
-        easy = {"when": "Do the first.", "answers": [block("id -u > first"), answers[3]]}
-        (tmp_path / "answers.yaml").write_text(json.dumps({"tasks": [easy], "default": answers}))
+        submit = block("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+
+        def answers(before: str = "true") -> list[Any]:
+            late = {"text": block("rm /etc/issue; echo two >> log"), "delay_s": late_s}
+            first = block(f"{before} && mkdir /{mark} && echo one > log")
+            return [first, late, block(f"test -d /{mark} && echo three >> log"), submit]
+
+        easy = {"when": "Do the first.", "answers": [block("id -u > first"), submit]}
+        large = {"when": "Task task2", "answers": answers(LARGE)}
+        (tmp_path / "answers.yaml").write_text(json.dumps({"tasks": [easy, large], "default": answers()}))
         test = f'[ "$(cat log)" = "$(printf "one\\ntwo\\nthree")" ] && [ -d /{mark} ] && [ ! -e /etc/issue ]'
         path = make_campaign(tasks, extra, agent="mini-swe-agent", test=test)
         # The tests look at what was kept outside the work directory too.
@@ -111,10 +112,9 @@ def log(run: Run) -> str:
     return (run.dir.logs / "pod-local.log").read_text()
 
 
-def checkpoint_of(run: Run, rollout: str) -> Path:
-    """The file that is kept of a rollout."""
-    (path,) = run.dir.partial.rglob(new_name(rollout).partition(".")[0] + ".*")
-    return path
+def checkpoints_of(run: Run, rollout: str) -> list[Path]:
+    """The files that are kept of a rollout."""
+    return list(run.dir.partial.rglob(new_name(rollout).partition(".")[0] + ".*"))
 
 
 def test_what_is_kept_is_bounded_for_the_rank_over_all_its_starts(tmp_path: Path) -> None:
@@ -159,21 +159,6 @@ def test_what_is_kept_is_bounded_for_the_rank_over_all_its_starts(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_rollouts_that_are_too_large_to_keep_start_anew_and_say_so(start: Begin) -> None:
-    large = f"head -c {MAX_CHECKPOINT_BYTES + 10**6} /dev/urandom > /large"
-    run, mark = start(f"model: {{{ENGINE}}}\n{SCHEDULE}", 1, before=large)
-    drain(run, mark, 2)
-    assert not [path for path in run.dir.partial.rglob("*") if path.is_file() and path.suffix != ".json"]
-    again = Run(run.path)
-    assert again.resume(launcher="local")
-    again.wait(timeout_s=600)
-    with open_trajectories(run.path) as store:
-        found = [row.trajectory() for row in store]
-    assert [(t.status, t.reward) for t in found] == [("completed", 1.0)] * 2
-    assert all("its files take more than" in t.attempts[0].error for t in found)
-
-
-@pytest.mark.slow
 def test_what_slurms_first_signal_found_waiting_is_kept_whatever_its_next_ones_find(start: Begin) -> None:
     """Slurm signals every process of a preempted step when its grace time begins, and again when that ends."""
     run, mark = start(f"model: {{{ENGINE}}}\n{SCHEDULE}", 1, 60.0)
@@ -189,17 +174,18 @@ def test_what_slurms_first_signal_found_waiting_is_kept_whatever_its_next_ones_f
     run.local.drain()
     assert run.local.pod.wait(60) == 0
     run.local.stop()
-    assert len([path for path in run.dir.partial.rglob("*") if path.is_file() and path.suffix != ".json"]) == 2, log(
-        run
-    )
+    kept = [path for path in run.dir.partial.rglob("*") if path.is_file() and path.suffix != ".json"]
+    assert len(kept) == 2, log(run)
 
 
 @pytest.mark.slow
 def test_rollouts_go_on_where_their_allocation_ended(start: Begin) -> None:
-    run, mark = start(f"model: {{{ENGINE}}}\n{SCHEDULE}", 2)
-    drain(run, mark, 3)
+    """One is damaged, and one was too large to be kept: they start anew."""
+    run, mark = start(f"model: {{{ENGINE}}}\n{SCHEDULE}", 3)
+    drain(run, mark, 4)
     assert not run.ledger.finished
-    damaged = checkpoint_of(run, "task1/default/0")
+    assert not checkpoints_of(run, "task2/default/0")
+    (damaged,) = checkpoints_of(run, "task1/default/0")
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
@@ -211,7 +197,10 @@ def test_rollouts_go_on_where_their_allocation_ended(start: Begin) -> None:
     assert "damaged; the rollout restarts from the beginning" in log(run)
     with open_trajectories(run.path) as store:
         found = {row.id: row.trajectory() for row in store}
-    assert len(found) == 3
+    assert len(found) == 4
+    large = found.pop("task2/default/0")
+    assert (large.status, large.reward) == ("completed", 1.0)
+    assert "its files take more than" in large.attempts[0].error
     for trajectory in found.values():
         steps = 2 if trajectory.task_id == "walk" else 1
         assert (trajectory.status, trajectory.error, trajectory.reward) == ("completed", "", 1.0)

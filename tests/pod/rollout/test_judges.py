@@ -92,74 +92,63 @@ async def say(endpoint: ModelEndpoint, model: str) -> str:
     return str(answer["choices"][0]["message"]["content"]) if response.status == 200 else str(response.status)
 
 
-def test_agents_cannot_call_judges_and_judges_keys_end_with_the_verification() -> None:
-    async def main() -> None:
-        answers = {"default": {"": "the agent's model"}, "grader": {"": "the grader"}, "second": {"": "second"}}
-        async with Engines(**answers) as gateway:
-            agent = await gateway.open("t/default/0", "default")
-            assert await say(agent, "grader") == "the agent's model"
-            async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {agent.api_key}"}) as session:
-                async with session.get(f"{agent.base_url}/models") as response:
-                    assert [model["id"] for model in (await response.json())["data"]] == ["default"]
-            judges = Judges(gateway, "t/default/0", ["grader", "second"])
-            async with judges.open() as judge:
-                assert judge.endpoint.api_key != agent.api_key
-                assert await judge.ask("who?") == "the grader"
-                assert await judge.ask("who?", model="second") == "second"
-                assert await judge.ask(TALK, model="default") == "the agent's model"
-                assert list(gateway.activity()) == ["t/default/0"], "live views list agents alone"
-            assert await say(judge.endpoint, "grader") == "401"
-            recording = await gateway.close("t/default/0")
-            assert len(recording.turns) == 1, "a judge's calls are not the rollout's"
-            (artifact,) = judges.artifacts()
-            calls = json.loads(artifact.data)
-            assert [call["model"] for call in calls] == ["grader", "second", "default"]
-            assert calls[0]["messages"][-1]["content"] == "the grader"
-            assert all(call["sampled_tokens"] > 0 for call in calls)
-
-    asyncio.run(main())
+async def test_agents_cannot_call_judges_and_judges_keys_end_with_the_verification() -> None:
+    answers = {"default": {"": "the agent's model"}, "grader": {"": "the grader"}, "second": {"": "second"}}
+    async with Engines(**answers) as gateway:
+        agent = await gateway.open("t/default/0", "default")
+        assert await say(agent, "grader") == "the agent's model"
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {agent.api_key}"}) as session:
+            async with session.get(f"{agent.base_url}/models") as response:
+                assert [model["id"] for model in (await response.json())["data"]] == ["default"]
+        judges = Judges(gateway, "t/default/0", ["grader", "second"])
+        async with judges.open() as judge:
+            assert judge.endpoint.api_key != agent.api_key
+            assert await judge.ask("who?") == "the grader"
+            assert await judge.ask("who?", model="second") == "second"
+            assert await judge.ask(TALK, model="default") == "the agent's model"
+            assert list(gateway.activity()) == ["t/default/0"], "live views list agents alone"
+        assert await say(judge.endpoint, "grader") == "401"
+        recording = await gateway.close("t/default/0")
+        assert len(recording.turns) == 1, "a judge's calls are not the rollout's"
+        (artifact,) = judges.artifacts()
+        calls = json.loads(artifact.data)
+        assert [call["model"] for call in calls] == ["grader", "second", "default"]
+        assert calls[0]["messages"][-1]["content"] == "the grader"
+        assert all(call["sampled_tokens"] > 0 for call in calls)
 
 
 @pytest.mark.parametrize("swallowed", [False, True])
-def test_a_judge_that_is_down_gives_no_verdict(swallowed: bool) -> None:
+async def test_a_judge_that_is_down_gives_no_verdict(swallowed: bool) -> None:
     """Even if the task's code hides the failure."""
+    async with Engines(default={"": "x"}) as gateway:
+        judges = Judges(gateway, "t/default/0", ["grader"])
 
-    async def main() -> None:
-        async with Engines(default={"": "x"}) as gateway:
-            judges = Judges(gateway, "t/default/0", ["grader"])
+        async def score() -> None:
+            async with judges.open() as judge:
+                try:
+                    await judge.ask("who?")
+                except ModelServiceError:
+                    if not swallowed:
+                        raise UserCodeError("my own error") from None
 
-            async def score() -> None:
-                async with judges.open() as judge:
-                    try:
-                        await judge.ask("who?")
-                    except ModelServiceError:
-                        if not swallowed:
-                            raise UserCodeError("my own error") from None
-
-            with pytest.raises(ModelServiceError, match="judge"):
-                await score()
-            assert judges.artifacts() == []
-
-    asyncio.run(main())
+        with pytest.raises(ModelServiceError, match="judge"):
+            await score()
+        assert judges.artifacts() == []
 
 
-def test_an_outage_of_one_of_two_judges_is_no_verdict() -> None:
+async def test_an_outage_of_one_of_two_judges_is_no_verdict() -> None:
     """Even if score goes on with the other judge."""
+    async with Engines(grader={"": "yes"}) as gateway:
+        judges = Judges(gateway, "t/default/0", ["grader", "second"])
 
-    async def main() -> None:
-        async with Engines(grader={"": "yes"}) as gateway:
-            judges = Judges(gateway, "t/default/0", ["grader", "second"])
+        async def score() -> None:
+            async with judges.open() as judge:
+                with contextlib.suppress(ModelServiceError):
+                    await judge.ask("who?", model="second")
+                assert await judge.ask("who?", model="grader") == "yes"
 
-            async def score() -> None:
-                async with judges.open() as judge:
-                    with contextlib.suppress(ModelServiceError):
-                        await judge.ask("who?", model="second")
-                    assert await judge.ask("who?", model="grader") == "yes"
-
-            with pytest.raises(ModelServiceError, match="judge: HTTP 503"):
-                await score()
-
-    asyncio.run(main())
+        with pytest.raises(ModelServiceError, match="judge: HTTP 503"):
+            await score()
 
 
 class Endpoint:
@@ -202,16 +191,13 @@ class Endpoint:
     ],
     ids=["unpaid", "unknown", "busy", "broken", "invalid", "cut", "hangs"],
 )
-def test_only_a_wrong_request_is_the_fault_of_score(
+async def test_only_a_wrong_request_is_the_fault_of_score(
     endpoint: Endpoint, error: type[Exception], infrastructure: bool
 ) -> None:
-    async def main() -> None:
-        async with endpoint as judge:
-            with pytest.raises(error):
-                await asyncio.wait_for(judge.ask("a"), 1)
-            assert bool(judge.unanswered) == infrastructure
-
-    asyncio.run(main())
+    async with endpoint as judge:
+        with pytest.raises(error):
+            await asyncio.wait_for(judge.ask("a"), 1)
+        assert bool(judge.unanswered) == infrastructure
 
 
 def test_a_plain_score_may_return_a_rubrics_coroutine_and_a_blocking_call_in_the_loop_is_refused(
@@ -291,56 +277,49 @@ def test_tests_ask_judges_by_variables_of_theirs(rootfs: str, scratch: Path, tmp
 
 
 @pytest.mark.slow
-def test_a_judge_of_tests_that_is_down_gives_no_verdict(rootfs: str, scratch: Path, tmp_path: Path) -> None:
+async def test_a_judge_of_tests_that_is_down_gives_no_verdict(rootfs: str, scratch: Path, tmp_path: Path) -> None:
     """Although the tests wrote a reward."""
-
-    async def main() -> None:
-        async with Engines(default={"": "x"}) as gateway, ApptainerProvider(scratch) as provider:
-            context = VerificationContext(fresh=True, judge=Judges(gateway, "t/default/0", ["grader"]).open)
-            async with await provider.start(SandboxSpec(rootfs, workdir="/app", network="gateway")) as sandbox:
-                await prepare(task, sandbox)
-                with pytest.raises(ModelServiceError, match="judge: "):
-                    await verify(task, sandbox, context)
-                with pytest.raises(ConfigError, match="its tests ask a judge"):
-                    await verify(task, sandbox)
-
     path = write_task(tmp_path, toml=ASKING)
     (path / "tests" / "test.sh").write_text(ASKING_TEST.replace("\nEND", "\nEND\necho 1 > /logs/verifier/reward.txt"))
     task = read_harbor_task(path)
-    asyncio.run(main())
+    async with Engines(default={"": "x"}) as gateway, ApptainerProvider(scratch) as provider:
+        context = VerificationContext(fresh=True, judge=Judges(gateway, "t/default/0", ["grader"]).open)
+        async with await provider.start(SandboxSpec(rootfs, workdir="/app", network="gateway")) as sandbox:
+            await prepare(task, sandbox)
+            with pytest.raises(ModelServiceError, match="judge: "):
+                await verify(task, sandbox, context)
+            with pytest.raises(ConfigError, match="its tests ask a judge"):
+                await verify(task, sandbox)
 
 
-def test_a_judge_that_wants_payment_gives_no_verdict_to_tests() -> None:
+async def test_a_judge_that_wants_payment_gives_no_verdict_to_tests() -> None:
     """Although another judge answers afterwards."""
 
     async def unpaid(request: web.Request) -> web.Response:
         return web.json_response({"error": {"message": "no credit"}}, status=402)
 
-    async def main() -> None:
-        application = web.Application()
-        application.router.add_post("/{path:.*}", unpaid)
-        runner = web.AppRunner(application)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        engines = Engines(grader={"": "yes"})
-        async with engines as gateway:
-            engines.add("second", url)
-            judges = Judges(gateway, "t/default/0", ["grader", "second"])
+    application = web.Application()
+    application.router.add_post("/{path:.*}", unpaid)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    engines = Engines(grader={"": "yes"})
+    async with engines as gateway:
+        engines.add("second", url)
+        judges = Judges(gateway, "t/default/0", ["grader", "second"])
 
-            async def ask() -> None:
-                async with judges.open() as judge:
-                    assert await say(judge.endpoint, "second") == "402"
-                    assert await say(judge.endpoint, "grader") == "yes"
+        async def ask() -> None:
+            async with judges.open() as judge:
+                assert await say(judge.endpoint, "second") == "402"
+                assert await say(judge.endpoint, "grader") == "yes"
 
-            with pytest.raises(ModelServiceError, match=r"second.*HTTP 402"):
-                await ask()
-        await runner.cleanup()
-
-    asyncio.run(main())
+        with pytest.raises(ModelServiceError, match=r"second.*HTTP 402"):
+            await ask()
+    await runner.cleanup()
 
 
-def test_a_reward_model_rates_conversations_and_does_not_vote(tmp_path: Path) -> None:
+async def test_a_reward_model_rates_conversations_and_does_not_vote(tmp_path: Path) -> None:
     """In the form of vLLM's answers; tests/model/engines/test_reward_model.py asks vLLM itself."""
 
     async def classify(request: web.Request) -> web.Response:
@@ -350,40 +329,37 @@ def test_a_reward_model_rates_conversations_and_does_not_vote(tmp_path: Path) ->
         data = [{"index": 0, "label": None, "probs": probs, "num_classes": len(probs)}]
         return web.json_response({"id": "c", "data": data, "usage": {"prompt_tokens": 7, "total_tokens": 7}})
 
-    async def main() -> None:
-        application = web.Application()
-        application.router.add_post("/classify", classify)
-        runner = web.AppRunner(application)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        engines = Engines(grader={"": "yes"})
-        async with engines as gateway:
-            engines.add("second", f"http://127.0.0.1:{runner.addresses[0][1]}", protocol="reward", model_name="rater")
-            judges = Judges(gateway, "t/default/0", ["second", "grader"], {}, ["second"])
+    application = web.Application()
+    application.router.add_post("/classify", classify)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    engines = Engines(grader={"": "yes"})
+    async with engines as gateway:
+        engines.add("second", f"http://127.0.0.1:{runner.addresses[0][1]}", protocol="reward", model_name="rater")
+        judges = Judges(gateway, "t/default/0", ["second", "grader"], {}, ["second"])
+        async with judges.open() as judge:
+            assert (judge.models, judge.reward_models) == (("grader",), ("second",))
+            assert await judge.reward(TALK) == 1.0
+            waiting = WaitingJudge(judge, asyncio.get_running_loop())
+            assert await asyncio.to_thread(waiting.reward, TALK[:1]) == 0.5
+            assert await rubric(tmp_path).score(judge, TALK) == {"reward": 1.0, "right": 1.0, "polite": 1.0}
+        assert [call["model"] for call in judges.calls()] == ["second", "second", "grader", "grader"]
+        assert judges.calls()[0]["prompt_tokens"] == 7
+
+        async def ask() -> None:
             async with judges.open() as judge:
-                assert (judge.models, judge.reward_models) == (("grader",), ("second",))
-                assert await judge.reward(TALK) == 1.0
-                waiting = WaitingJudge(judge, asyncio.get_running_loop())
-                assert await asyncio.to_thread(waiting.reward, TALK[:1]) == 0.5
-                assert await rubric(tmp_path).score(judge, TALK) == {"reward": 1.0, "right": 1.0, "polite": 1.0}
-            assert [call["model"] for call in judges.calls()] == ["second", "second", "grader", "grader"]
-            assert judges.calls()[0]["prompt_tokens"] == 7
+                await judge.reward([*TALK, *TALK])
 
-            async def ask() -> None:
-                async with judges.open() as judge:
-                    await judge.reward([*TALK, *TALK])
-
-            with pytest.raises(UserCodeError, match="it must be a model with one class"):
-                await ask()
-            only = Judges(gateway, "t/default/0", ["second"], {}, ["second"])
-            async with only.open() as judge:
-                with pytest.raises(UserCodeError, match="no judge of the campaign answers in words"):
-                    await judge.ask("who?")
-                with pytest.raises(UserCodeError, match="a rubric needs a judge that answers in words"):
-                    await rubric(tmp_path).score(judge, TALK)
-        await runner.cleanup()
-
-    asyncio.run(main())
+        with pytest.raises(UserCodeError, match="it must be a model with one class"):
+            await ask()
+        only = Judges(gateway, "t/default/0", ["second"], {}, ["second"])
+        async with only.open() as judge:
+            with pytest.raises(UserCodeError, match="no judge of the campaign answers in words"):
+                await judge.ask("who?")
+            with pytest.raises(UserCodeError, match="a rubric needs a judge that answers in words"):
+                await rubric(tmp_path).score(judge, TALK)
+    await runner.cleanup()
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "null"])
@@ -441,7 +417,7 @@ def test_the_majority_of_votes_decides(tmp_path: Path, answers: list[str], expec
     assert rewards == {"reward": expected, "right": expected}
 
 
-def test_a_vote_that_is_cut_off_is_the_fault_of_score_while_others_run(tmp_path: Path) -> None:
+async def test_a_vote_that_is_cut_off_is_the_fault_of_score_while_others_run(tmp_path: Path) -> None:
     """A judge answers all votes before the error is raised, so that none of them counts as unanswered."""
 
     class Cut(Endpoint):
@@ -449,13 +425,10 @@ def test_a_vote_that_is_cut_off_is_the_fault_of_score_while_others_run(tmp_path:
             cut = "polite" not in (await request.json())["messages"][0]["content"]
             return (0.0, "length") if cut else (0.5, "stop")
 
-    async def main() -> None:
-        async with Cut() as judge:
-            with pytest.raises(UserCodeError, match="reached max_tokens"):
-                await rubric(tmp_path).score(judge, TALK)
-            assert judge.unanswered == ""
-
-    asyncio.run(main())
+    async with Cut() as judge:
+        with pytest.raises(UserCodeError, match="reached max_tokens"):
+            await rubric(tmp_path).score(judge, TALK)
+        assert judge.unanswered == ""
 
 
 def test_judges_that_disagree_are_no(tmp_path: Path) -> None:

@@ -175,6 +175,7 @@ _TREE: dict[str, Entry] = {
 }
 
 # ruff: noqa: E501
+# fmt: off
 CASES: dict[str, Case] = {
     # --- COPY: where it goes -------------------------------------------------------------------------------------
     "copy file to new name": Case("FROM base\nCOPY f /new\n", {"f": "1\n"}),
@@ -227,10 +228,7 @@ CASES: dict[str, Case] = {
     "copy file below file": Case("FROM base\nCOPY f /base/full/a/n\n", {"f": "1\n"}),
     "copy file to file with slash": Case("FROM base\nCOPY f /base/full/a/\n", {"f": "1\n"}),
     "copy directory to file": Case("FROM base\nCOPY d /base/full/a\n", {"d/n": "1\n"}),
-    "copy keeps mode bits": Case(
-        "FROM base\nCOPY d /e/\n",
-        {"d/suid": File(b"1", 0o4755), "d/sticky": Directory(0o1777), "d/gid": Directory(0o2755)},
-    ),
+    "copy keeps mode bits": Case("FROM base\nCOPY d /e/\n", {"d/suid": File(b"1", 0o4755), "d/sticky": Directory(0o1777), "d/gid": Directory(0o2755)}),
     "copy directory that cannot be written": Case("FROM base\nCOPY d /e\n", {"d/r": Directory(0o500), "d/r/f": "1\n"}),
     "copy hard links": Case("FROM base\nCOPY d /e\n", {"d/a": "1\n", "d/b": Hard("d/a")}),
     "copy link as source": Case("FROM base\nCOPY d/link /e\n", _TREE),
@@ -240,9 +238,7 @@ CASES: dict[str, Case] = {
     "copy through link to directory": Case("FROM base\nCOPY d/dirlink/g /e\n", _TREE),
     "copy link out of context as source": Case("FROM base\nCOPY d/away /e\n", _TREE),
     "copy broken link as source": Case("FROM base\nCOPY d/broken /e\n", _TREE),
-    "copy odd names": Case(
-        "FROM base\nCOPY d /e\n", {"d/a b": "1", "d/-r": "2", "d/*": "3", "d/ä€": "4", "d/a\nb": "5", "d/\\x": "6"}
-    ),
+    "copy odd names": Case("FROM base\nCOPY d /e\n", {"d/a b": "1", "d/-r": "2", "d/*": "3", "d/ä€": "4", "d/a\nb": "5", "d/\\x": "6"}),
     "copy into base directory keeps its time": Case("FROM base\nCOPY d /base\n", {"d/full/n": "1\n"}),
     # --- COPY: wildcards -----------------------------------------------------------------------------------------
     "wildcard star": Case("FROM base\nCOPY *.txt /e/\n", {"a.txt": "1", "b.txt": "2", "c.md": "3", "s/d.txt": "4"}),
@@ -275,9 +271,7 @@ CASES: dict[str, Case] = {
     "chown variable": Case("FROM base\nARG U=agent\nCOPY --chown=$U:${U} d/f /p/e\n", _TREE),
     "chown directory that is there": Case("FROM base\nCOPY --chown=7:8 d /base/full\n", _TREE),
     "chown file into directory that is there": Case("FROM base\nCOPY --chown=7:8 d/f /base/full\n", _TREE),
-    "chown user added by run": Case(
-        "FROM base\nRUN echo 'new:x:77:78::/:/bin/sh' >> /etc/passwd\nCOPY --chown=new d/f /e\n", _TREE
-    ),
+    "chown user added by run": Case("FROM base\nRUN echo 'new:x:77:78::/:/bin/sh' >> /etc/passwd\nCOPY --chown=new d/f /e\n", _TREE),
     "chmod octal": Case("FROM base\nCOPY --chmod=640 d /p/e\n", _TREE),
     "chmod octal four": Case("FROM base\nCOPY --chmod=4755 d/f /p/e\n", _TREE),
     "chmod symbolic": Case("FROM base\nCOPY --chmod=u=rwX,go=rX d /p/e\n", _TREE),
@@ -297,86 +291,39 @@ CASES: dict[str, Case] = {
     "parents option pivot": Case("FROM base\nCOPY --parents ./d/./sub/g /e/\n", _TREE),
     "parents option chown": Case("FROM base\nCOPY --parents --chown=7:8 d/sub/g /e/\n", _TREE),
     "exclude option": Case("FROM base\nCOPY --exclude=f --exclude=sub/deep d /e/\n", _TREE),
-    "exclude option pattern": Case(
-        "FROM base\nCOPY --exclude=*.txt . /e/\n", {"a.txt": "1", "b.md": "2", "s/c.txt": "3"}
-    ),
-    "exclude option everywhere": Case(
-        "FROM base\nCOPY --exclude=**/*.txt . /e/\n", {"a.txt": "1", "s/c.txt": "3", "s/d": "4"}
-    ),
+    "exclude option pattern": Case("FROM base\nCOPY --exclude=*.txt . /e/\n", {"a.txt": "1", "b.md": "2", "s/c.txt": "3"}),
+    "exclude option everywhere": Case("FROM base\nCOPY --exclude=**/*.txt . /e/\n", {"a.txt": "1", "s/c.txt": "3", "s/d": "4"}),
     "exclude option of directory": Case("FROM base\nCOPY --exclude=d/f . /e/\n", _TREE),
     "exclude option path of source": Case("FROM base\nCOPY --exclude=d/f d /e/\n", _TREE),
-    "exclude option exception": Case(
-        "FROM base\nCOPY --exclude=*.txt --exclude=!b.txt . /e/\n", {"a.txt": "1", "b.txt": "2", "c": "3"}
-    ),
+    "exclude option exception": Case("FROM base\nCOPY --exclude=*.txt --exclude=!b.txt . /e/\n", {"a.txt": "1", "b.txt": "2", "c": "3"}),
     "exclude option file itself": Case("FROM base\nCOPY --exclude=f d/f d/x /e/\n", _TREE),
     "exclude option wildcard source": Case("FROM base\nCOPY --exclude=b* *.txt /e/\n", {"a.txt": "1", "b.txt": "2"}),
     "unknown option": Case("FROM base\nCOPY --chwon=1 f /e\n", {"f": "1"}),
     # --- .dockerignore -------------------------------------------------------------------------------------------
-    "ignore names": Case(
-        "FROM base\nCOPY . /e/\n",
-        {
-            ".dockerignore": "*.log\n# no\n\nsub/x\n",
-            "a.log": "1",
-            "b": "2",
-            "sub/a.log": "3",
-            "sub/x/y": "4",
-            "sub/z": "5",
-        },
-    ),
-    "ignore everywhere": Case(
-        "FROM base\nCOPY . /e/\n", {".dockerignore": "**/*.log\n", "a.log": "1", "s/t/a.log": "3", "s/k": "4"}
-    ),
-    "ignore exception": Case(
-        "FROM base\nCOPY . /e/\n",
-        {".dockerignore": "*\n!keep\n!d/f\n", "keep": "1", "no": "2", "d/f": "3", "d/g": "4", "e/h": "5"},
-    ),
+    "ignore names": Case("FROM base\nCOPY . /e/\n", {".dockerignore": "*.log\n# no\n\nsub/x\n", "a.log": "1", "b": "2", "sub/a.log": "3", "sub/x/y": "4", "sub/z": "5"}),
+    "ignore everywhere": Case("FROM base\nCOPY . /e/\n", {".dockerignore": "**/*.log\n", "a.log": "1", "s/t/a.log": "3", "s/k": "4"}),
+    "ignore exception": Case("FROM base\nCOPY . /e/\n", {".dockerignore": "*\n!keep\n!d/f\n", "keep": "1", "no": "2", "d/f": "3", "d/g": "4", "e/h": "5"}),
     "ignore exception order": Case("FROM base\nCOPY . /e/\n", {".dockerignore": "!d/f\nd\n", "d/f": "3", "d/g": "4"}),
-    "ignore slash forms": Case(
-        "FROM base\nCOPY . /e/\n",
-        {
-            ".dockerignore": "/a\nb/\n./c\nd/../x\n  y  \n",
-            "a": "1",
-            "b/c": "2",
-            "c": "3",
-            "x": "4",
-            "y": "5",
-            "s/a": "6",
-        },
-    ),
+    "ignore slash forms": Case("FROM base\nCOPY . /e/\n", {".dockerignore": "/a\nb/\n./c\nd/../x\n  y  \n", "a": "1", "b/c": "2", "c": "3", "x": "4", "y": "5", "s/a": "6"}),
     "ignore directory leaves none": Case("FROM base\nCOPY . /e/\n", {".dockerignore": "d/**\n", "d/f": "1", "k": "2"}),
-    "ignore directory star": Case(
-        "FROM base\nCOPY . /e/\n", {".dockerignore": "d/*\n", "d/f": "1", "d/s/g": "1", "k": "2"}
-    ),
-    "ignore dockerfile itself": Case(
-        "FROM base\nCOPY . /e/\n", {".dockerignore": "Dockerfile\n.dockerignore\n", "k": "2"}
-    ),
+    "ignore directory star": Case("FROM base\nCOPY . /e/\n", {".dockerignore": "d/*\n", "d/f": "1", "d/s/g": "1", "k": "2"}),
+    "ignore dockerfile itself": Case("FROM base\nCOPY . /e/\n", {".dockerignore": "Dockerfile\n.dockerignore\n", "k": "2"}),
     "ignore named file": Case("FROM base\nCOPY f /e/\n", {".dockerignore": "f\n", "f": "2"}),
     "ignore wildcard match": Case("FROM base\nCOPY *.t /e/\n", {".dockerignore": "a.t\n", "a.t": "2", "b.t": "1"}),
     "ignore link in the way": Case("FROM base\nCOPY . /e/\n", {".dockerignore": "l/f\n", "l": Link("d"), "d/f": "1"}),
     "ignore of add": Case("FROM base\nADD . /e/\n", {".dockerignore": "a\n", "a": "1", "b": "1"}),
     "ignore empty directory": Case("FROM base\nCOPY . /e/\n", {".dockerignore": "d/x\n", "d/x": "1", "k": "1"}),
-    "ignore own file": Case(
-        "FROM base\nCOPY . /e/\n", {".dockerignore": "a\n", "Dockerfile.dockerignore": "b\n", "a": "1", "b": "1"}
-    ),
+    "ignore own file": Case("FROM base\nCOPY . /e/\n", {".dockerignore": "a\n", "Dockerfile.dockerignore": "b\n", "a": "1", "b": "1"}),
     # --- COPY from elsewhere -------------------------------------------------------------------------------------
     "from stage file": Case("FROM base AS one\nRUN echo 1 > /f && chmod 751 /f\nFROM base\nCOPY --from=one /f /e/\n"),
     "from stage number": Case("FROM base\nRUN echo 1 > /f\nFROM base\nCOPY --from=0 f /e\n"),
     "from stage name in capitals": Case("FROM base AS One\nRUN echo 1 > /f\nFROM base\nCOPY --from=ONE f /e\n"),
-    "from stage directory": Case(
-        "FROM base AS one\nRUN mkdir -p /t/d /t/n && echo 1 > /t/d/f && ln -s d/f /t/l && ln -s /t/d /t/m "
-        "&& ln /t/d/f /t/h && chmod 700 /t/d && chmod 1777 /t && chown 7:8 /t/d/f\nFROM base\nCOPY --from=one /t /e\n"
-    ),
-    "from stage keeps owner": Case(
-        "FROM base AS one\nRUN echo > /f && chown 7:8 /f\nFROM base\nCOPY --from=one /f /e\n"
-    ),
-    "from stage chown": Case(
-        "FROM base AS one\nRUN echo > /f && chown 7:8 /f\nFROM base\nCOPY --from=one --chown=agent /f /e\n"
-    ),
+    "from stage directory": Case("FROM base AS one\nRUN mkdir -p /t/d /t/n && echo 1 > /t/d/f && ln -s d/f /t/l && ln -s /t/d /t/m " "&& ln /t/d/f /t/h && chmod 700 /t/d && chmod 1777 /t && chown 7:8 /t/d/f\nFROM base\nCOPY --from=one /t /e\n"),
+    "from stage keeps owner": Case("FROM base AS one\nRUN echo > /f && chown 7:8 /f\nFROM base\nCOPY --from=one /f /e\n"),
+    "from stage chown": Case("FROM base AS one\nRUN echo > /f && chown 7:8 /f\nFROM base\nCOPY --from=one --chown=agent /f /e\n"),
     "from stage link": Case("FROM base AS one\nFROM base\nCOPY --from=one /base/to-file /e\n"),
     "from stage link to directory": Case("FROM base AS one\nFROM base\nCOPY --from=one /base/to-full /e\n"),
-    "from stage absolute link below": Case(
-        "FROM base AS one\nFROM base\nCOPY --from=one /base/to-full-absolute/a /e\n"
-    ),
+    "from stage absolute link below": Case("FROM base AS one\nFROM base\nCOPY --from=one /base/to-full-absolute/a /e\n"),
     "from stage wildcard": Case("FROM base AS one\nFROM base\nCOPY --from=one /base/full/* /e/\n"),
     "from stage exclude": Case("FROM base AS one\nFROM base\nCOPY --from=one --exclude=a /base/full /e/\n"),
     "from stage parents": Case("FROM base AS one\nFROM base\nCOPY --from=one --parents /base/full/deep /e/\n"),
@@ -385,16 +332,10 @@ CASES: dict[str, Case] = {
     "from stage unknown": Case("FROM base\nCOPY --from=gone /f /e\n"),
     "from later stage": Case("FROM base\nCOPY --from=later /f /e\nFROM base AS later\n"),
     "from variable": Case("ARG S=one\nFROM base AS one\nRUN echo > /f\nFROM base\nARG S\nCOPY --from=$S /f /e\n"),
-    "from stage whole": Case(
-        "FROM base AS one\nRUN rm -r /base && mkdir /n\nFROM base\nCOPY --from=one / /e/\nRUN rm -r /e/bin\n"
-    ),
-    "from stage of a deleted file": Case(
-        "FROM base AS one\nRUN rm /base/full/a && echo > /base/full/n\nFROM base\nCOPY --from=one /base/full /e\n"
-    ),
+    "from stage whole": Case("FROM base AS one\nRUN rm -r /base && mkdir /n\nFROM base\nCOPY --from=one / /e/\nRUN rm -r /e/bin\n"),
+    "from stage of a deleted file": Case("FROM base AS one\nRUN rm /base/full/a && echo > /base/full/n\nFROM base\nCOPY --from=one /base/full /e\n"),
     "from stage missing file": Case("FROM base AS one\nFROM base\nCOPY --from=one /gone /e\n"),
-    "ignore does not reach stages": Case(
-        "FROM base AS one\nRUN echo > /f\nFROM base\nCOPY --from=one /f /e\n", {".dockerignore": "f\n"}
-    ),
+    "ignore does not reach stages": Case("FROM base AS one\nRUN echo > /f\nFROM base\nCOPY --from=one /f /e\n", {".dockerignore": "f\n"}),
     # --- here-documents ------------------------------------------------------------------------------------------
     "heredoc copy": Case("FROM base\nARG W=world\nCOPY <<E /e\nhello $W\nE\n"),
     "heredoc copy quoted": Case("FROM base\nCOPY <<'E' /e\nhello $W \\$\nE\n"),
@@ -415,22 +356,14 @@ CASES: dict[str, Case] = {
     # --- ADD -----------------------------------------------------------------------------------------------------
     "add file": Case("FROM base\nADD f /e\n", {"f": "1\n"}),
     "add directory": Case("FROM base\nADD d /e\n", _TREE),
-    "add tar": Case(
-        "FROM base\nADD t.tar /e\n",
-        {"t.tar": Tar({"a": "1", "s": Directory(0o700), "s/b": File(b"2", 0o4750), "l": Link("a"), "h": Hard("a")})},
-    ),
+    "add tar": Case("FROM base\nADD t.tar /e\n", {"t.tar": Tar({"a": "1", "s": Directory(0o700), "s/b": File(b"2", 0o4750), "l": Link("a"), "h": Hard("a")})}),
     "add tar gz": Case("FROM base\nADD t.tgz /e/\n", {"t.tgz": Tar({"a": "1"}, "gz")}),
     "add tar bz2": Case("FROM base\nADD t.tbz /e/\n", {"t.tbz": Tar({"a": "1"}, "bz2")}),
     "add tar xz": Case("FROM base\nADD t.txz /e/\n", {"t.txz": Tar({"a": "1"}, "xz")}),
     "add tar owner": Case("FROM base\nADD t.tar /e/\n", {"t.tar": Tar({"d": Directory(), "d/a": "1"}, "", (7, 8))}),
-    "add tar chown": Case(
-        "FROM base\nADD --chown=agent t.tar /e/\n", {"t.tar": Tar({"d": Directory(), "d/a": "1"}, "", (7, 8))}
-    ),
+    "add tar chown": Case("FROM base\nADD --chown=agent t.tar /e/\n", {"t.tar": Tar({"d": Directory(), "d/a": "1"}, "", (7, 8))}),
     "add tar chmod": Case("FROM base\nADD --chmod=600 t.tar /e/\n", {"t.tar": Tar({"d": Directory(), "d/a": "1"})}),
-    "add tar over files": Case(
-        "FROM base\nADD t.tar /base\n",
-        {"t.tar": Tar({"full/a": "new", "empty": "now a file", "to-full": Directory(), "to-full/n": "1"})},
-    ),
+    "add tar over files": Case("FROM base\nADD t.tar /base\n", {"t.tar": Tar({"full/a": "new", "empty": "now a file", "to-full": Directory(), "to-full/n": "1"})}),
     "add tar through link": Case("FROM base\nADD t.tar /base\n", {"t.tar": Tar({"to-full/n": "1"})}),
     "add tar directory mode over": Case("FROM base\nADD t.tar /base\n", {"t.tar": Tar({"shared": Directory(0o700)})}),
     "add tar parents without entries": Case("FROM base\nADD t.tar /e\n", {"t.tar": Tar({"p/q/f": "1"})}),
@@ -440,9 +373,7 @@ CASES: dict[str, Case] = {
     "add gzip of text": Case("FROM base\nADD f.gz /e/\n", {"f.gz": File(gzip.compress(b"text\n", mtime=0))}),
     "add empty tar": Case("FROM base\nADD t.tar /e/\n", {"t.tar": Tar({})}),
     "add tar in directory": Case("FROM base\nADD d /e/\n", {"d/t.tar": Tar({"a": "1"})}),
-    "add several tars": Case(
-        "FROM base\nADD *.tar f /e/\n", {"a.tar": Tar({"a": "1"}), "b.tar": Tar({"b": "1"}), "f": "3"}
-    ),
+    "add several tars": Case("FROM base\nADD *.tar f /e/\n", {"a.tar": Tar({"a": "1"}), "b.tar": Tar({"b": "1"}), "f": "3"}),
     "add unpack false": Case("FROM base\nADD --unpack=false t.tar /e/\n", {"t.tar": Tar({"a": "1"})}),
     "add tar leads up": Case("FROM base\nADD t.tar /e/\n", {"t.tar": Tar({"../up": "1", "/absolute": "2"})}),
     "add tar absolute link": Case("FROM base\nADD t.tar /e/\n", {"t.tar": Tar({"l": Link("/base/full"), "l/n": "1"})}),
@@ -452,30 +383,17 @@ CASES: dict[str, Case] = {
     "add address": Case("FROM base\nADD http://127.0.0.1:9/x /e\n"),
     "add git": Case("FROM base\nADD https://127.0.0.1:9/x.git /e\n"),
     # --- ENV, ARG ------------------------------------------------------------------------------------------------
-    "env forms": Case(
-        'FROM base\nENV A=1 B="two words" C=three\\ words D=\'q $A\' E="$A"\nENV OLD old  style  "v" \nRUN env | sort | grep -e ^.= -e ^OLD= > /e\n'
-    ),
+    "env forms": Case('FROM base\nENV A=1 B="two words" C=three\\ words D=\'q $A\' E="$A"\nENV OLD old  style  "v" \nRUN env | sort | grep -e ^.= -e ^OLD= > /e\n'),
     "env same line": Case("FROM base\nENV A=old\nENV A=new B=$A\nENV C=$A\nRUN echo $A $B $C > /e\n"),
-    "env expansion": Case(
-        "FROM base\nENV A=1 E=\nENV B=${A:-x} C=${N:-x$A} D=${E:-x} F=${E-x} G=${A:+y} H=${N:+y} I=${E:+y} J=${E+y} K=${N-z} "
-        "L=$A$A M=${A}b O=\\$A P='$A' Q=$N\nRUN env | sort | grep -e ^.= -e ^OLD= > /e\n"
-    ),
-    "env pattern removal": Case(
-        "FROM base\nENV A=foobarbaz\nENV B=${A#foo} C=${A##*b} D=${A%baz} E=${A%%b*} F=${A/bar/X} G=${A//a/A}\nRUN env | sort | grep -e ^.= -e ^OLD= > /e\n"
-    ),
-    "env error form": Case(
-        "FROM base\nENV A=1\nENV B=${A:?wrong} C=${A?wrong}\nRUN env | sort | grep -e ^.= -e ^OLD= > /e\n"
-    ),
+    "env expansion": Case("FROM base\nENV A=1 E=\nENV B=${A:-x} C=${N:-x$A} D=${E:-x} F=${E-x} G=${A:+y} H=${N:+y} I=${E:+y} J=${E+y} K=${N-z} " "L=$A$A M=${A}b O=\\$A P='$A' Q=$N\nRUN env | sort | grep -e ^.= -e ^OLD= > /e\n"),
+    "env pattern removal": Case("FROM base\nENV A=foobarbaz\nENV B=${A#foo} C=${A##*b} D=${A%baz} E=${A%%b*} F=${A/bar/X} G=${A//a/A}\nRUN env | sort | grep -e ^.= -e ^OLD= > /e\n"),
+    "env error form": Case("FROM base\nENV A=1\nENV B=${A:?wrong} C=${A?wrong}\nRUN env | sort | grep -e ^.= -e ^OLD= > /e\n"),
     "env error form unset": Case("FROM base\nENV B=${N:?is missing}\nRUN env | sort | grep -e ^.= -e ^OLD= > /e\n"),
     "env unset variable": Case("FROM base\nENV B=a${NOTHING}b\nRUN echo $B > /e\n"),
     "env path": Case("FROM base\nENV PATH=/opt/bin:$PATH\nRUN echo $PATH > /e\n"),
-    "env path twice": Case(
-        "FROM base\nENV PATH=/opt/bin:$PATH\nENV PATH=/srv/bin:$PATH P=$PATH\nENV Q=$P:$PATH\nRUN echo $PATH $P $Q > /e\n"
-    ),
+    "env path twice": Case("FROM base\nENV PATH=/opt/bin:$PATH\nENV PATH=/srv/bin:$PATH P=$PATH\nENV Q=$P:$PATH\nRUN echo $PATH $P $Q > /e\n"),
     "env in run is the shell's": Case("FROM base\nENV A=1\nRUN A=2 && echo $A ${A:-x} '$A' > /e\n"),
-    "env quotes": Case(
-        'FROM base\nENV A="a\\"b" B=\'a"b\' C=a\\"b D="a\\nb" E="a\\\\b" F=a\\\\b G="$" H="a\'b"\nRUN env | sort | grep -e ^.= -e ^OLD= > /e\n'
-    ),
+    "env quotes": Case('FROM base\nENV A="a\\"b" B=\'a"b\' C=a\\"b D="a\\nb" E="a\\\\b" F=a\\\\b G="$" H="a\'b"\nRUN env | sort | grep -e ^.= -e ^OLD= > /e\n'),
     "env value with equals": Case("FROM base\nENV A=b=c D==\nRUN env | sort | grep -e ^.= -e ^OLD= > /e\n"),
     "env empty": Case("FROM base\nENV A=\nRUN echo ${A-unset} > /e\n"),
     "env continued": Case("FROM base\nENV A=1 \\\n    B=2 \\\n# between\n\n    C=3\nRUN echo $A$B$C > /e\n"),
@@ -486,9 +404,7 @@ CASES: dict[str, Case] = {
     "env lower case instruction": Case("from base\nenv A=1\nrun echo $A > /e\n"),
     "arg default": Case("FROM base\nARG A=1\nARG B\nRUN echo ${A-unset} ${B-unset} > /e\n"),
     "arg given": Case("FROM base\nARG A=1\nARG B\nRUN echo ${A-unset} ${B-unset} > /e\n", args={"A": "x", "B": "y"}),
-    "arg before its line": Case(
-        "FROM base\nRUN echo ${A-unset} > /e\nARG A=1\nRUN echo ${A-unset} >> /e\n", args={"A": "x"}
-    ),
+    "arg before its line": Case("FROM base\nRUN echo ${A-unset} > /e\nARG A=1\nRUN echo ${A-unset} >> /e\n", args={"A": "x"}),
     "arg of one stage": Case("FROM base AS one\nARG A=1\nFROM base\nRUN echo ${A-unset} > /e\n", args={"A": "x"}),
     "arg of parent stage": Case("FROM base AS one\nARG A=1\nFROM one\nRUN echo ${A-unset} > /e\n", args={"A": "x"}),
     "arg global": Case("ARG A=1\nFROM base\nRUN echo ${A-unset} > /e\nARG A\nRUN echo ${A-unset} >> /e\n"),
@@ -503,16 +419,11 @@ CASES: dict[str, Case] = {
     "arg does not stay": Case("FROM base\nARG A=1\nRUN true\nCMD env\n"),
     "arg after env": Case("FROM base\nENV A=env\nARG A=arg\nRUN echo $A > /e\n", args={"A": "x"}),
     "arg predefined proxy": Case("FROM base\nRUN echo ${http_proxy-unset} > /e\n", args={"http_proxy": "http://x"}),
-    "arg platform": Case(
-        'FROM base\nARG TARGETARCH\nARG TARGETOS\nARG TARGETPLATFORM\nARG BUILDPLATFORM\nARG TARGETVARIANT\nRUN echo $TARGETOS/$TARGETARCH $TARGETPLATFORM $BUILDPLATFORM "[${TARGETVARIANT-unset}]" > /e\n'
-    ),
+    "arg platform": Case('FROM base\nARG TARGETARCH\nARG TARGETOS\nARG TARGETPLATFORM\nARG BUILDPLATFORM\nARG TARGETVARIANT\nRUN echo $TARGETOS/$TARGETARCH $TARGETPLATFORM $BUILDPLATFORM "[${TARGETVARIANT-unset}]" > /e\n'),
     "arg platform not declared": Case("FROM base\nRUN echo ${TARGETARCH-unset} > /e\n"),
     "arg with mode of shell": Case("FROM base\nARG A='x y'\nRUN printf '%s\\n' $A > /e\n"),
     "arg undeclared in copy": Case("FROM base\nCOPY $GONE/f /e\n", {"f": "1"}),
-    "variables in many places": Case(
-        "FROM base\nARG D=dir U=agent\nENV W=/w/$D\nWORKDIR $W/sub\nCOPY ${D}/f $W/\nUSER $U\nRUN pwd > /tmp/e; id -u >> /tmp/e\n",
-        {"dir/f": "1"},
-    ),
+    "variables in many places": Case("FROM base\nARG D=dir U=agent\nENV W=/w/$D\nWORKDIR $W/sub\nCOPY ${D}/f $W/\nUSER $U\nRUN pwd > /tmp/e; id -u >> /tmp/e\n", {"dir/f": "1"}),
     # --- WORKDIR -------------------------------------------------------------------------------------------------
     "workdir makes parents": Case("FROM base\nWORKDIR /p/q/r\n"),
     "workdir relative": Case("FROM base\nWORKDIR /p\nWORKDIR q\nWORKDIR ../r\nRUN pwd > /e\n"),
@@ -546,9 +457,7 @@ CASES: dict[str, Case] = {
     "user cannot write": Case("FROM base\nUSER agent\nRUN touch /nope 2>/dev/null || echo refused > /tmp/e\n"),
     "user makes files": Case("FROM base\nUSER agent\nRUN mkdir /tmp/d && echo > /tmp/d/f && ln -s f /tmp/d/l\n"),
     "user of parent stage": Case("FROM base AS one\nUSER agent\nFROM one\nRUN id -u > /tmp/e\n"),
-    "user added by run": Case(
-        "FROM base\nRUN echo 'new:x:77:78::/n:/bin/sh' >> /etc/passwd\nUSER new\nRUN id -u > /tmp/e; id -g >> /tmp/e; echo $HOME >> /tmp/e\n"
-    ),
+    "user added by run": Case("FROM base\nRUN echo 'new:x:77:78::/n:/bin/sh' >> /etc/passwd\nUSER new\nRUN id -u > /tmp/e; id -g >> /tmp/e; echo $HOME >> /tmp/e\n"),
     "user keeps variables": Case("FROM base\nENV A=1\nUSER agent\nRUN echo $A $PATH > /tmp/e\n"),
     "user home variable set": Case("FROM base\nENV HOME=/srv\nUSER agent\nRUN echo $HOME > /tmp/e\n"),
     # --- SHELL and RUN -------------------------------------------------------------------------------------------
@@ -568,20 +477,12 @@ CASES: dict[str, Case] = {
     "run environment": Case("FROM base\nRUN env | sort > /e\n"),
     "run shell instruction": Case('FROM base\nSHELL ["/bin/busybox", "sh", "-ec"]\nRUN false; echo no > /e\n'),
     "run shell instruction works": Case('FROM base\nSHELL ["/bin/busybox", "sh", "-xc"]\nRUN echo $0 > /e\n'),
-    "shell of parent stage": Case(
-        'FROM base AS one\nSHELL ["/bin/sh", "-euc"]\nFROM one\nRUN case $- in *u*) echo u > /e;; *) echo none > /e;; esac\n'
-    ),
-    "shell not of other stage": Case(
-        'FROM base AS one\nSHELL ["/bin/sh", "-euc"]\nFROM base\nRUN case $- in *u*) echo u > /e;; *) echo none > /e;; esac\n'
-    ),
+    "shell of parent stage": Case('FROM base AS one\nSHELL ["/bin/sh", "-euc"]\nFROM one\nRUN case $- in *u*) echo u > /e;; *) echo none > /e;; esac\n'),
+    "shell not of other stage": Case('FROM base AS one\nSHELL ["/bin/sh", "-euc"]\nFROM base\nRUN case $- in *u*) echo u > /e;; *) echo none > /e;; esac\n'),
     "shell does not hold for json": Case('FROM base\nSHELL ["/gone"]\nRUN ["touch", "/e"]\n'),
     "run tmp stays": Case("FROM base\nRUN echo > /tmp/f\nRUN cat /tmp/f && touch /tmp/g\n"),
-    "run mounts are not of the image": Case(
-        "FROM base\nRUN ls -d /proc/self > /e; echo > /dev/null; touch /run-was-here\n"
-    ),
-    "run devices": Case(
-        "FROM base\nRUN for d in null zero full random urandom tty; do [ -c /dev/$d ] && echo $d; done > /e\n"
-    ),
+    "run mounts are not of the image": Case("FROM base\nRUN ls -d /proc/self > /e; echo > /dev/null; touch /run-was-here\n"),
+    "run devices": Case("FROM base\nRUN for d in null zero full random urandom tty; do [ -c /dev/$d ] && echo $d; done > /e\n"),
     "run hosts": Case("FROM base\nRUN grep -c localhost /etc/hosts > /dev/null && echo has localhost > /e\n"),
     "run fifo": Case("FROM base\nRUN mkfifo /e\n"),
     "run hard link": Case("FROM base\nRUN echo > /e && ln /e /f && ln /base/first /base/third\n"),
@@ -590,16 +491,12 @@ CASES: dict[str, Case] = {
     "run touch keeps": Case("FROM base\nRUN touch -d '1999-01-01 00:00:00' /e /base/full/a\n"),
     "run chown": Case("FROM base\nRUN chown -R agent:staff /base/full && chown 1:2 /base/to-file -h\n"),
     "run setuid": Case("FROM base\nRUN echo > /e && chmod 6755 /e && chmod 1777 /base/empty\n"),
-    "run background ends": Case(
-        "FROM base\nRUN (sleep 30; echo > /late) & echo > /e\nRUN ls /late 2>/dev/null; true\n"
-    ),
+    "run background ends": Case("FROM base\nRUN (sleep 30; echo > /late) & echo > /e\nRUN ls /late 2>/dev/null; true\n"),
     # --- deletion and replacement --------------------------------------------------------------------------------
     "delete file": Case("FROM base\nRUN rm /base/full/a\n"),
     "delete directory": Case("FROM base\nRUN rm -r /base/full\n"),
     "delete and make directory": Case("FROM base\nRUN rm -r /base/full && mkdir /base/full && echo > /base/full/n\n"),
-    "delete in one step make in next": Case(
-        "FROM base\nRUN rm -r /base/full\nRUN mkdir /base/full && echo > /base/full/n\n"
-    ),
+    "delete in one step make in next": Case("FROM base\nRUN rm -r /base/full\nRUN mkdir /base/full && echo > /base/full/n\n"),
     "delete and copy": Case("FROM base\nRUN rm -r /base/full\nCOPY f /base/full/n\n", {"f": "1"}),
     "delete link": Case("FROM base\nRUN rm /base/to-full\n"),
     "directory by file": Case("FROM base\nRUN rm -r /base/full && echo > /base/full\n"),
@@ -617,66 +514,35 @@ CASES: dict[str, Case] = {
     "whiteout names": Case("FROM base\nRUN echo > /base/.wh.full && mkdir /base/full/.wh..wh..opq\n"),
     "delete with glob": Case("FROM base\nRUN rm -rf /base/* && ls -A /base > /e\n"),
     # --- RUN --mount ---------------------------------------------------------------------------------------------
-    "mount bind": Case(
-        "FROM base\nRUN --mount=type=bind,source=d,target=/m cat /m/f > /e; stat -c %a /m/x >> /e\n", _TREE
-    ),
+    "mount bind": Case("FROM base\nRUN --mount=type=bind,source=d,target=/m cat /m/f > /e; stat -c %a /m/x >> /e\n", _TREE),
     "mount bind leaves directory": Case("FROM base\nRUN --mount=type=bind,source=d,target=/m/n true\n", _TREE),
     "mount bind default type": Case("FROM base\nRUN --mount=source=d,target=/m ls /m > /e\n", _TREE),
     "mount bind file": Case("FROM base\nRUN --mount=type=bind,source=d/f,target=/m/f cat /m/f > /e\n", _TREE),
-    "mount bind read only": Case(
-        "FROM base\nRUN --mount=type=bind,source=d,target=/m echo > /m/n; [ -e /m/n ] && echo written > /e || echo refused > /e\n",
-        _TREE,
-    ),
-    "mount bind rw": Case(
-        "FROM base\nRUN --mount=type=bind,source=d,target=/m,rw echo > /m/n; ls /m > /e\nRUN ls -A /m >> /e 2>&1 || true\n",
-        _TREE,
-    ),
-    "mount bind over files": Case(
-        "FROM base\nRUN --mount=type=bind,source=d,target=/base/full ls -A /base/full > /e\n", _TREE
-    ),
-    "mount bind from stage": Case(
-        "FROM base AS one\nRUN echo 1 > /f\nFROM base\nRUN --mount=type=bind,from=one,source=/f,target=/m cat /m > /e\n"
-    ),
-    "mount bind from stage whole": Case(
-        "FROM base AS one\nRUN echo 1 > /f\nFROM base\nRUN --mount=from=one,target=/m cat /m/f > /e\n"
-    ),
+    "mount bind read only": Case("FROM base\nRUN --mount=type=bind,source=d,target=/m echo > /m/n; [ -e /m/n ] && echo written > /e || echo refused > /e\n", _TREE),
+    "mount bind rw": Case("FROM base\nRUN --mount=type=bind,source=d,target=/m,rw echo > /m/n; ls /m > /e\nRUN ls -A /m >> /e 2>&1 || true\n", _TREE),
+    "mount bind over files": Case("FROM base\nRUN --mount=type=bind,source=d,target=/base/full ls -A /base/full > /e\n", _TREE),
+    "mount bind from stage": Case("FROM base AS one\nRUN echo 1 > /f\nFROM base\nRUN --mount=type=bind,from=one,source=/f,target=/m cat /m > /e\n"),
+    "mount bind from stage whole": Case("FROM base AS one\nRUN echo 1 > /f\nFROM base\nRUN --mount=from=one,target=/m cat /m/f > /e\n"),
     "mount bind relative": Case("FROM base\nWORKDIR /w\nRUN --mount=type=bind,source=d,target=m ls m > e\n", _TREE),
-    "mount bind ignores": Case(
-        "FROM base\nRUN --mount=type=bind,target=/m ls -A /m > /e\n", {".dockerignore": "a\n", "a": "1", "b": "1"}
-    ),
+    "mount bind ignores": Case("FROM base\nRUN --mount=type=bind,target=/m ls -A /m > /e\n", {".dockerignore": "a\n", "a": "1", "b": "1"}),
     "mount cache": Case("FROM base\nRUN --mount=type=cache,target=/c echo > /c/f; ls -A /c > /e\n"),
-    "mount cache mode": Case(
-        "FROM base\nRUN --mount=type=cache,id=mode,target=/c,mode=0700,uid=7,gid=8 stat -c '%a %u %g' /c > /e\n"
-    ),
-    "mount cache over files": Case(
-        "FROM base\nRUN --mount=type=cache,id=over,target=/base/full ls -A /base/full > /e\n"
-    ),
-    "mount tmpfs": Case(
-        "FROM base\nRUN --mount=type=tmpfs,target=/t,size=1000000 echo > /t/f; ls -A /t > /e\nRUN ls -Ad /t >> /e 2>&1 || true\n"
-    ),
+    "mount cache mode": Case("FROM base\nRUN --mount=type=cache,id=mode,target=/c,mode=0700,uid=7,gid=8 stat -c '%a %u %g' /c > /e\n"),
+    "mount cache over files": Case("FROM base\nRUN --mount=type=cache,id=over,target=/base/full ls -A /base/full > /e\n"),
+    "mount tmpfs": Case("FROM base\nRUN --mount=type=tmpfs,target=/t,size=1000000 echo > /t/f; ls -A /t > /e\nRUN ls -Ad /t >> /e 2>&1 || true\n"),
     "mount tmpfs over files": Case("FROM base\nRUN --mount=type=tmpfs,target=/base/full ls -A /base/full > /e\n"),
-    "mount secret absent": Case(
-        "FROM base\nRUN --mount=type=secret,id=s ls -A /run/secrets > /e 2>/dev/null; [ -e /run/secrets/s ] && echo yes >> /e || echo no >> /e\n"
-    ),
+    "mount secret absent": Case("FROM base\nRUN --mount=type=secret,id=s ls -A /run/secrets > /e 2>/dev/null; [ -e /run/secrets/s ] && echo yes >> /e || echo no >> /e\n"),
     "mount secret required": Case("FROM base\nRUN --mount=type=secret,id=s,required cat /run/secrets/s > /e\n"),
-    "mount several": Case(
-        "FROM base\nRUN --mount=type=bind,source=d,target=/m --mount=type=tmpfs,target=/t cp /m/f /t/ && cat /t/f > /e\n",
-        _TREE,
-    ),
+    "mount several": Case("FROM base\nRUN --mount=type=bind,source=d,target=/m --mount=type=tmpfs,target=/t cp /m/f /t/ && cat /t/f > /e\n", _TREE),
     "mount unknown type": Case("FROM base\nRUN --mount=type=odd,target=/m true\n"),
     "run network none": Case("FROM base\nRUN --network=none echo > /e\n"),
     "run network host": Case("FROM base\nRUN --network=default echo > /e\n"),
     "run security insecure": Case("FROM base\nRUN --security=insecure echo > /e\n"),
     # --- stages --------------------------------------------------------------------------------------------------
     "stage on stage": Case("FROM base AS one\nRUN echo 1 > /f\nFROM one AS two\nRUN echo 2 >> /f\n"),
-    "stage twice": Case(
-        "FROM base AS one\nRUN echo 1 > /f\nFROM one AS two\nRUN echo 2 >> /f\nFROM one\nCOPY --from=two /f /g\nRUN echo 3 >> /f\n"
-    ),
+    "stage twice": Case("FROM base AS one\nRUN echo 1 > /f\nFROM one AS two\nRUN echo 2 >> /f\nFROM one\nCOPY --from=two /f /g\nRUN echo 3 >> /f\n"),
     "stage unused is not built": Case("FROM base AS one\nRUN false\nFROM base\nRUN echo > /e\n"),
     "stage named like image": Case("FROM base AS base\nRUN echo 1 > /f\nFROM base\nRUN cat /f > /e\n"),
-    "stage names twice": Case(
-        "FROM base AS one\nRUN echo 1 > /f\nFROM base AS one\nRUN echo 2 > /f\nFROM base\nCOPY --from=one /f /e\n"
-    ),
+    "stage names twice": Case("FROM base AS one\nRUN echo 1 > /f\nFROM base AS one\nRUN echo 2 > /f\nFROM base\nCOPY --from=one /f /e\n"),
     "stage platform": Case("FROM --platform=linux/amd64 base\nRUN echo > /e\n"),
     "from scratch": Case("FROM scratch\nCOPY f /f\n", {"f": "1"}),
     "from scratch as last of two": Case("FROM base AS one\nFROM scratch\nCOPY --from=one /base/full /e\n"),
@@ -685,9 +551,7 @@ CASES: dict[str, Case] = {
     "arg only": Case("ARG A=1\n"),
     # --- the file ------------------------------------------------------------------------------------------------
     "byte order mark": Case("\ufeffFROM base\nRUN echo > /e\n"),
-    "carriage returns": Case(
-        "FROM base\r\nRUN echo one > /e && \\\r\n  echo two >> /e\r\nENV A=1\r\nRUN echo $A >> /e\r\n"
-    ),
+    "carriage returns": Case("FROM base\r\nRUN echo one > /e && \\\r\n  echo two >> /e\r\nENV A=1\r\nRUN echo $A >> /e\r\n"),
     "escape directive": Case("# escape=`\nFROM base\nRUN echo one `\n  two > /e\n"),
     "check directive": Case("# check=skip=all\nFROM base\nRUN echo > /e\n"),
     "comments indented": Case("   # comment\nFROM base\n   # another\n   RUN echo > /e\n"),
@@ -697,9 +561,7 @@ CASES: dict[str, Case] = {
     "unknown instruction": Case("FROM base\nRUNN true\n"),
     "onbuild": Case("FROM base\nONBUILD RUN echo > /e\n"),
     "onbuild of parent stage": Case("FROM base AS one\nONBUILD RUN echo > /e\nFROM one\n"),
-    "metadata": Case(
-        'FROM base\nLABEL a=b\nEXPOSE 80\nSTOPSIGNAL 9\nHEALTHCHECK NONE\nMAINTAINER me\nCMD ["x"]\nENTRYPOINT ["y"]\n'
-    ),
+    "metadata": Case('FROM base\nLABEL a=b\nEXPOSE 80\nSTOPSIGNAL 9\nHEALTHCHECK NONE\nMAINTAINER me\nCMD ["x"]\nENTRYPOINT ["y"]\n'),
     "volume": Case("FROM base\nVOLUME /v /base/full\nRUN echo > /v/f\n"),
     "volume then copy": Case("FROM base\nVOLUME /base/full\nCOPY f /base/full/\n", {"f": "1"}),
     "cmd without from": Case("CMD x\nFROM base\n"),
@@ -717,55 +579,34 @@ CASES: dict[str, Case] = {
     "copy quoted word": Case("FROM base\nCOPY \"a\" '/e/'\n", {"a": "1"}),
     "copy quoted blank": Case('FROM base\nCOPY "a b" /e/\n', {"a b": "1"}),
     "copy escaped blank": Case("FROM base\nCOPY a\\ b /e/\n", {"a b": "1", "b": "2"}),
-    "from later stage needed": Case(
-        "FROM base AS one\nCOPY --from=two /f /e\nFROM base AS two\nRUN echo > /f\nFROM base\nCOPY --from=one /e /e\n"
-    ),
+    "from later stage needed": Case("FROM base AS one\nCOPY --from=two /f /e\nFROM base AS two\nRUN echo > /f\nFROM base\nCOPY --from=one /e /e\n"),
     "wildcard no match no slash": Case("FROM base\nCOPY *.gone /e\n", {"a": "1"}),
     "chown unknown group": Case("FROM base\nCOPY --chown=agent:strangers f /e\n", {"f": "1"}),
-    "env special names": Case(
-        "FROM base\nENV A=$1x B=$@x C=$$x D=a$ E=$ F=${1}x\nRUN env | sort | grep -e ^.= -e ^OLD= > /e\n"
-    ),
+    "env special names": Case("FROM base\nENV A=$1x B=$@x C=$$x D=a$ E=$ F=${1}x\nRUN env | sort | grep -e ^.= -e ^OLD= > /e\n"),
     "env hash in value": Case('FROM base\nENV A=#1 B="#2" C=a#3\nRUN env | sort | grep -e ^.= -e ^OLD= > /e\n'),
     "env tab": Case("FROM base\nENV\tA=1\tB=2\nRUN echo $A $B > /e\n"),
-    "env nested": Case(
-        "FROM base\nENV A=1\nENV B=${N:-${A}x} C=${N:-'q r'} D=${N:-\"$A\"} E=${A:+a}b\nRUN env | sort | grep -e ^.= -e ^OLD= > /e\n"
-    ),
+    "env nested": Case("FROM base\nENV A=1\nENV B=${N:-${A}x} C=${N:-'q r'} D=${N:-\"$A\"} E=${A:+a}b\nRUN env | sort | grep -e ^.= -e ^OLD= > /e\n"),
     "env backslash at end": Case("FROM base\nENV A=a\\\\\nRUN env | sort | grep -e ^.= -e ^OLD= > /e\n"),
-    "env old style quotes": Case(
-        "FROM base\nENV A 'x y'\nENV B it\\'s $A\nRUN env | sort | grep -e ^.= -e ^OLD= > /e\n"
-    ),
+    "env old style quotes": Case("FROM base\nENV A 'x y'\nENV B it\\'s $A\nRUN env | sort | grep -e ^.= -e ^OLD= > /e\n"),
     "continuation with blank behind": Case("FROM base\nRUN echo one \\  \n  two > /e\n"),
-    "mount cache of two steps": Case(
-        "FROM base\nRUN --mount=type=cache,id=two,target=/c echo > /c/f\nRUN --mount=type=cache,id=two,target=/c ls /c > /e\n"
-    ),
+    "mount cache of two steps": Case("FROM base\nRUN --mount=type=cache,id=two,target=/c echo > /c/f\nRUN --mount=type=cache,id=two,target=/c ls /c > /e\n"),
     "mount bind parent used": Case("FROM base\nRUN --mount=type=bind,source=d,target=/m/n echo > /m/o\n", _TREE),
-    "mount target variable": Case(
-        "FROM base\nARG T=/m\nRUN --mount=type=bind,source=d,target=$T cat /m/f > /e\n", _TREE
-    ),
-    "mount as user": Case(
-        "FROM base\nUSER agent\nRUN --mount=type=bind,source=d,target=/m --mount=type=tmpfs,target=/t "
-        "cat /m/f > /tmp/e; touch /t/x && echo t >> /tmp/e\n",
-        _TREE,
-    ),
-    "mount cache as user": Case(
-        "FROM base\nUSER agent\nRUN --mount=type=cache,id=u,uid=1000,gid=1001,target=/c touch /c/x && echo c >> /tmp/e\n"
-    ),
+    "mount target variable": Case("FROM base\nARG T=/m\nRUN --mount=type=bind,source=d,target=$T cat /m/f > /e\n", _TREE),
+    "mount as user": Case("FROM base\nUSER agent\nRUN --mount=type=bind,source=d,target=/m --mount=type=tmpfs,target=/t " "cat /m/f > /tmp/e; touch /t/x && echo t >> /tmp/e\n", _TREE),
+    "mount cache as user": Case("FROM base\nUSER agent\nRUN --mount=type=cache,id=u,uid=1000,gid=1001,target=/c touch /c/x && echo c >> /tmp/e\n"),
     "add tar long name": Case("FROM base\nADD t.tar /e/\n", {"t.tar": Tar({"n" * 150 + "/" + "m" * 150: "1"})}),
     "add tar same name twice": Case("FROM base\nADD t.tar /e/\n", {"t.tar": Tar({"a": "1", "./a": "2"})}),
-    "copy over and under": Case(
-        "FROM base\nCOPY a b /e/\n", {"a/x": "1", "a/s/y": "2", "b/x": "3", "b/s": Directory(0o700), "b/s/z": "4"}
-    ),
+    "copy over and under": Case("FROM base\nCOPY a b /e/\n", {"a/x": "1", "a/s/y": "2", "b/x": "3", "b/s": Directory(0o700), "b/s/z": "4"}),
     "copy to dot of root": Case("FROM base\nCOPY f .\n", {"f": "1"}),
     "copy same file twice": Case("FROM base\nCOPY f f /e/\n", {"f": "1"}),
     "user in child stage workdir": Case("FROM base AS one\nUSER agent\nFROM one\nWORKDIR /home/agent/x\n"),
     "workdir in directory of other": Case("FROM base\nRUN mkdir /o && chown 7:8 /o\nUSER agent\nWORKDIR /o/p\n"),
     "workdir user unknown number": Case("FROM base\nUSER 4321:99\nWORKDIR /p/q\n"),
     "user name with number group": Case("FROM base\nUSER agent:0\nRUN id > /tmp/e\n"),
-    "run in missing directory json": Case(
-        'FROM base\nWORKDIR /p\nRUN cd / && rmdir /p\nRUN ["/bin/sh", "-c", "pwd > /e"]\n'
-    ),
+    "run in missing directory json": Case('FROM base\nWORKDIR /p\nRUN cd / && rmdir /p\nRUN ["/bin/sh", "-c", "pwd > /e"]\n'),
     "run stdin": Case("FROM base\nRUN cat > /e; echo end >> /e\n"),
     "run long text": Case("FROM base\nRUN " + "true; " * 5000 + "echo > /e\n"),
     "arg with quotes given": Case('FROM base\nARG A\nENV B=$A\nRUN echo "$B" > /e\n', args={"A": 'it\'s "x" $HOME \\'}),
     "arg given in copy": Case("FROM base\nARG A\nCOPY f /$A\n", {"f": "1"}, args={"A": "a b"}),
 }
+# fmt: on
