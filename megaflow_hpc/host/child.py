@@ -166,12 +166,13 @@ def run_confined(call: Callable[[], int], limits: ProcessLimits, network: bool =
             die_with_parent()
             confine(limits, network)
             status = call()
-        except MemoryError:
-            status = -signal.SIGKILL
         except KeyboardInterrupt:
             status = 128 + signal.SIGINT
-        except Exception:
-            sys.excepthook(*sys.exc_info())
+        except Exception as error:
+            if isinstance(error, MemoryError) or "can't start new thread" in str(error):  # its stack needs memory too
+                status = -signal.SIGKILL
+            else:
+                sys.excepthook(*sys.exc_info())
         finally:
             with suppress(OSError, ValueError, MemoryError):
                 sys.stdout.flush()

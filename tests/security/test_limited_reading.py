@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -138,6 +139,13 @@ def test_a_run_of_another_user_that_takes_much_memory_ends_with_a_message(run: R
     assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
 
 
+def _use_threads() -> int:
+    over = threading.Event()
+    for _ in range(1000):
+        threading.Thread(target=over.wait, daemon=True).start()
+    return 0
+
+
 def _use_memory() -> int:
     return len(bytearray(resource.getrlimit(resource.RLIMIT_DATA)[0])) and 0
 
@@ -159,7 +167,7 @@ def _use_network() -> int:
 
 @pytest.mark.parametrize(
     ("call", "status"),
-    [(_use_memory, -9), (_use_cpu, -9), (_use_network, 7), (lambda: 3, 3)],
+    [(_use_memory, -9), (_use_threads, -9), (_use_cpu, -9), (_use_network, 7), (lambda: 3, 3)],
     ids=lambda v: str(v)[:12],
 )
 def test_a_confined_process_has_its_limits(
