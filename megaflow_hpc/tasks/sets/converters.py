@@ -19,6 +19,7 @@ import msgspec
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.tar import Budget, Kind, Parts, unpack_tar
+from megaflow_hpc.resources import imported
 from megaflow_hpc.tasks.formats import TASK_ID, Refuse
 from megaflow_hpc.tasks.sets import competition
 from megaflow_hpc.texts import parse_json
@@ -52,14 +53,7 @@ def to_lines(files: Sequence[Path], target: Path) -> None:
 
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise ConfigError(
-            f"{file}: Parquet files are read by the Python package 'pyarrow', which is not installed; pip install "
-            "'megaflow-hpc[export]'"
-        ) from None
+    pyarrow, parquet = imported("pyarrow"), imported("pyarrow.parquet")
     try:
         with parquet.ParquetFile(file) as table:
             for batch in table.iter_batches(batch_size=ROWS_IN_MEMORY):
@@ -155,6 +149,7 @@ class NewTask(msgspec.Struct):
 
     name: str
     files: Mapping[str, str | bytes]
+    """Contents by path. A ``task.toml`` replaces the one that the next fields describe."""
     source: str
     image: str = "python"
     workdir: str = "/work"

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.resources import install
+from megaflow_hpc.resources import imported
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, ROW_COLUMNS, STRING, TEXT
 from megaflow_hpc.trajectories.reading.sources import Flat, SequenceView
@@ -40,12 +39,8 @@ def pyarrow() -> Any:
     Raises:
         ConfigError: pyarrow is not installed.
     """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ConfigError(f"parquet: the package pyarrow is missing; {install('export')}") from None
-    return pyarrow
+    imported("pyarrow.parquet")
+    return imported("pyarrow")
 
 
 def images_type(pa: Any) -> Any:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from megaflow_hpc.resources import imported
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.trajectories.hdf5.columns import Array, Integers
@@ -38,7 +39,7 @@ from megaflow_hpc.trajectories.hdf5.file import (
 from megaflow_hpc.trajectories.hdf5.schema import ROW_COLUMNS, UNKNOWN_AS_NAN
 from megaflow_hpc.trajectories.journal.winners import fingerprint, index, seals_of
 from megaflow_hpc.trajectories.reading.advantages import Kind, advantages
-from megaflow_hpc.trajectories.reading.batch import Oversize, Table, arrow_table, installed, make_batch, plan_batches
+from megaflow_hpc.trajectories.reading.batch import Oversize, Table, arrow_table, make_batch, plan_batches
 from megaflow_hpc.trajectories.reading.conversations import Conversation, ConversationCall, conversations, main
 from megaflow_hpc.trajectories.reading.selection import RowTable, select
 from megaflow_hpc.trajectories.reading.sources import (
@@ -263,7 +264,7 @@ class TrajectoryStore:
         Raises:
             ConfigError: As :meth:`to_arrow`, or pandas is not installed.
         """
-        installed("pandas")
+        imported("pandas")
         return self.to_arrow(table, rows).to_pandas()
 
     def _chosen(self, rows: Iterable[int | str] | str | None) -> Integers:
