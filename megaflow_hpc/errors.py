@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 from collections.abc import Sequence
+from typing import Any
 
 MAX_MESSAGE_CHARACTERS = 20_000
 """Maximum length of an error message in characters. A message may quote another user's file, which may be arbitrarily
@@ -85,6 +86,9 @@ class UserCodeError(MegaflowError):
 class ModelServiceError(MegaflowError):
     """No engine responded, or an engine could not be started. A task's ``score`` may raise this error if its judge is
     down."""
+
+    answer: Any = None
+    """The gateway's decoded response, if there was one."""
 
 
 class UnscoredError(MegaflowError):

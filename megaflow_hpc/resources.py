@@ -13,11 +13,13 @@ missing, the user learns which extra to install before anything is queued.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
-from megaflow_hpc.errors import SiteError
+from megaflow_hpc.errors import ConfigError, SiteError
 
 __version__ = "0.1.0"
 """The package's version, as in ``pyproject.toml``."""
@@ -96,6 +98,20 @@ def missing_package(error: ModuleNotFoundError) -> SiteError | None:
     if extra is None:
         return None
     return SiteError(f"{name}: not installed for {sys.executable}; {install(extra)}")
+
+
+def imported(module: str) -> Any:
+    """Imports and returns a module of an optional package.
+
+    Raises:
+        ConfigError: The package is not installed. The message says how to install it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        command = install(EXTRAS[package]) if package in EXTRAS else f"pip install {package}"
+        raise ConfigError(f"{package}: not installed; {command}") from None
 
 
 def install(extra: str) -> str:

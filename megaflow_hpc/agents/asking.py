@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megaflow_hpc.errors import ModelServiceError, UserCodeError
 from megaflow_hpc.host.chat import post_chat
 from megaflow_hpc.types import CALL_HEADER, STARTED_BY_HEADER, ModelEndpoint
-
-if TYPE_CHECKING:
-    import aiohttp
 
 
 @dataclass(frozen=True)
@@ -71,13 +66,9 @@ async def ask(
 
 # --- conversations ---------------------------------------------------------------------------------------------------
 
-CALL_TIMEOUT_S = 3600.0
-"""Timeout of one model call in seconds. It exceeds the gateway's own limits, so it only detects an unreachable
-gateway."""
-
 
 class CallRefused(Exception):
-    """The engine or the gateway rejected the request (4xx), for example because of its length or an unknown parameter.
+    """The request was rejected (HTTP 400, 413 or 422), for example because of its length or an unknown parameter.
 
     ``too_long`` is true if the conversation is too long for the model, or has too many bytes or images.
     """
@@ -97,69 +88,40 @@ class Suspended(BaseException):
     not catch it."""
 
 
-class ChatClient:
-    """Client for chat completions. Use it as an async context manager.
+async def complete(
+    model: ModelEndpoint, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Requests one completion. Returns the first choice of the response, with ``message`` and ``finish_reason``.
 
     Args:
         model: The model's endpoint.
-        options: Fields to send with every call: ``temperature``, ``max_tokens``, …
+        messages: A conversation in OpenAI format.
+        options: Other fields of the request, such as ``temperature``.
+
+    Raises:
+        ModelServiceError: No engine could respond, or the gateway is unreachable.
+        CallRefused: The request is invalid.
+        BudgetExceeded: The rollout has used up its budget.
+        Suspended: The allocation is ending.
     """
-
-    def __init__(self, model: ModelEndpoint, options: Mapping[str, Any]) -> None:
-        self._model, self._options = model, dict(options)
-        self._session: aiohttp.ClientSession | None = None
-
-    async def __aenter__(self) -> ChatClient:
-        import aiohttp  # imported late, because planning creates agents and has no aiohttp
-
-        timeout = aiohttp.ClientTimeout(total=CALL_TIMEOUT_S)
-        headers = {"Authorization": f"Bearer {self._model.api_key}"}
-        self._session = aiohttp.ClientSession(headers=headers, timeout=timeout, trust_env=False)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._session is not None:
-            await self._session.close()
-
-    async def complete(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Requests one completion. Returns the first choice of the response, with ``message`` and ``finish_reason``.
-
-        Raises:
-            ModelServiceError: No engine could respond, or the gateway is unreachable.
-            CallRefused: The request is invalid.
-            BudgetExceeded: The rollout has used up its budget.
-            Suspended: The allocation is ending.
-        """
-        import aiohttp
-
-        assert self._session is not None, "use it as an async context manager"
-        body = {"model": self._model.model_name, "messages": list(messages), **self._options}
-        try:
-            async with self._session.post(f"{self._model.base_url}/chat/completions", json=body) as response:
-                raw = await response.read()
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise ModelServiceError(f"the model's address does not answer: {type(error).__name__}: {error}") from error
-        if response.status == 200:
-            choice: dict[str, Any] = json.loads(raw)["choices"][0]
-            return choice
-        message, kind = _error_fields(raw)
-        if response.status == 429 and kind == "rollout_budget_exceeded":
-            raise BudgetExceeded(message)
-        if kind == "rollout_suspended":
-            raise Suspended
-        if response.status >= 500 or response.status in (401, 403, 429):
-            raise ModelServiceError(f"HTTP {response.status}: {message}")
-        raise CallRefused(response.status, message)
-
-
-def _error_fields(raw: bytes) -> tuple[str, str]:
-    """Returns the message and type of an error in OpenAI's format. For other formats, returns the response body and an
-    empty type."""
     try:
-        body = json.loads(raw)
-        error = body.get("error", body)
-        return str(error["message"]), str(error.get("type", ""))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return raw[:500].decode("utf-8", "replace"), ""
+        status, _, answer = await post_chat(model, model.model_name, messages, options, "model call")
+    except ModelServiceError as error:
+        text, kind = _error_fields(error.answer)
+        if kind == "rollout_budget_exceeded":
+            raise BudgetExceeded(text) from None
+        if kind == "rollout_suspended":
+            raise Suspended from None
+        raise
+    if status != 200:
+        raise CallRefused(status, _error_fields(answer)[0])
+    choice: dict[str, Any] = answer["choices"][0]
+    return choice
+
+
+def _error_fields(answer: Any) -> tuple[str, str]:
+    """Returns the message and type of an error in OpenAI's format. In other formats, the type is empty."""
+    error = answer.get("error", answer) if isinstance(answer, dict) else answer
+    if not isinstance(error, dict):
+        return str(error), ""
+    return str(error.get("message", error)), str(error.get("type", ""))

@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megaflow_hpc.agents.asking import BudgetExceeded, CallRefused, ChatClient
+from megaflow_hpc.agents.asking import BudgetExceeded, CallRefused, complete
 from megaflow_hpc.errors import ConfigError, SetupError, UserCodeError
 from megaflow_hpc.screen import ACTIONS, WEB_ACTIONS, parameters, web_actions, web_calls
 from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
@@ -151,38 +151,37 @@ class ComputerUseAgent:
         tools = [WEB_ACTIONS[name].tool() for name in self.web] or [TOOL]
         options = {**self.model_options, "tools": tools} if self.tools else self.model_options
         errors = turns = 0
-        async with ChatClient(model, options) as client:
-            while self.max_turns is None or turns < self.max_turns:
-                turns += 1
-                try:
-                    message = (await client.complete(chat.messages))["message"]
-                except BudgetExceeded as budget:
-                    return AgentResult("truncated", error=str(budget))
-                except CallRefused as refusal:
-                    if refusal.too_long:
-                        return AgentResult("truncated", error=str(refusal))
-                    raise UserCodeError(self._refused(refusal)) from None
-                chat.messages.append(message)
-                wrong = True
-                for number, request in enumerate(requests_of(message, self.web)):
-                    problem = request.problem
-                    if number >= MAX_CALLS:
-                        problem = f"not carried out: an answer may have {MAX_CALLS} actions"
-                    wrong = wrong and bool(problem) and not request.is_call
-                    for action in () if problem else request.actions:
-                        if action["action"] in ENDS:
-                            failed = action["action"] == "fail"
-                            reason = f"the agent gave up: {str(action.get('text') or 'no reason')[:500]}"
-                            return AgentResult(exit_code=int(failed), error=reason if failed else "")
-                        if problem := await screen.act(action):
-                            break
-                    chat.report(request.call_id, problem)
-                    if problem and request.call_id is None:
-                        break  # later actions assume that this one succeeded
-                errors = errors + 1 if wrong else 0
-                if errors >= self.max_format_errors:
-                    return AgentResult(exit_code=1, error=f"{errors} answers in a row had no valid action")
-                chat.show(await screen.look())
+        while self.max_turns is None or turns < self.max_turns:
+            turns += 1
+            try:
+                message = (await complete(model, chat.messages, options))["message"]
+            except BudgetExceeded as budget:
+                return AgentResult("truncated", error=str(budget))
+            except CallRefused as refusal:
+                if refusal.too_long:
+                    return AgentResult("truncated", error=str(refusal))
+                raise UserCodeError(self._refused(refusal)) from None
+            chat.messages.append(message)
+            wrong = True
+            for number, request in enumerate(requests_of(message, self.web)):
+                problem = request.problem
+                if number >= MAX_CALLS:
+                    problem = f"not carried out: an answer may have {MAX_CALLS} actions"
+                wrong = wrong and bool(problem) and not request.is_call
+                for action in () if problem else request.actions:
+                    if action["action"] in ENDS:
+                        failed = action["action"] == "fail"
+                        reason = f"the agent gave up: {str(action.get('text') or 'no reason')[:500]}"
+                        return AgentResult(exit_code=int(failed), error=reason if failed else "")
+                    if problem := await screen.act(action):
+                        break
+                chat.report(request.call_id, problem)
+                if problem and request.call_id is None:
+                    break  # later actions assume that this one succeeded
+            errors = errors + 1 if wrong else 0
+            if errors >= self.max_format_errors:
+                return AgentResult(exit_code=1, error=f"{errors} answers in a row had no valid action")
+            chat.show(await screen.look())
         return AgentResult("truncated", error=f"not done after {turns} model calls")
 
     def _system(self, size: str) -> str:

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megaflow_hpc.agents.asking import BudgetExceeded, CallRefused, ChatClient, Suspended
+from megaflow_hpc.agents.asking import BudgetExceeded, CallRefused, Suspended, complete
 from megaflow_hpc.errors import ConfigError, MegaflowError
 from megaflow_hpc.host.loop import blocking
 from megaflow_hpc.resources import install
@@ -88,30 +88,29 @@ class MiniSweAgent:
             raise ConfigError("agent mini-swe-agent needs a model, but the campaign has none")
         loop = asyncio.get_running_loop()
         system = await _uname(sandbox)
-        async with ChatClient(model, self.model_options) as client:
-            model_part = _Model(client, loop, self._config["model"], model.model_name)
-            settings = {**self._config.get("environment", {}), "timeout": self.command_timeout_s}
-            environment = _Environment(sandbox, loop, settings, task, system)
-            templates = {k: v for k, v in self._config["agent"].items() if k.endswith("_template")}
-            agent = _package().Agent(
-                model_part,
-                environment,
-                saved=self._saved,
-                **templates,
-                step_limit=self.max_turns or 0,
-                cost_limit=0.0,
-                max_consecutive_format_errors=self.max_format_errors,
-            )
-            error = ""
-            try:
-                outcome = await asyncio.to_thread(agent.run, task.instruction)
-                ended = str(outcome.get("exit_status", ""))
-            except BudgetExceeded as budget:
-                ended, error = "LimitsExceeded", str(budget)
-            except CallRefused as refusal:
-                ended, error = ("LimitsExceeded" if refusal.too_long else "CallRefused"), str(refusal)
-            except Suspended:
-                return AgentResult(state=agent.state())
+        model_part = _Model(model, self.model_options, loop, self._config["model"])
+        settings = {**self._config.get("environment", {}), "timeout": self.command_timeout_s}
+        environment = _Environment(sandbox, loop, settings, task, system)
+        templates = {k: v for k, v in self._config["agent"].items() if k.endswith("_template")}
+        agent = _package().Agent(
+            model_part,
+            environment,
+            saved=self._saved,
+            **templates,
+            step_limit=self.max_turns or 0,
+            cost_limit=0.0,
+            max_consecutive_format_errors=self.max_format_errors,
+        )
+        error = ""
+        try:
+            outcome = await asyncio.to_thread(agent.run, task.instruction)
+            ended = str(outcome.get("exit_status", ""))
+        except BudgetExceeded as budget:
+            ended, error = "LimitsExceeded", str(budget)
+        except CallRefused as refusal:
+            ended, error = ("LimitsExceeded" if refusal.too_long else "CallRefused"), str(refusal)
+        except Suspended:
+            return AgentResult(state=agent.state())
         messages = [_openai(m) for m in agent.messages if m.get("role") in ("system", "user", "assistant", "tool")]
         limited = ended in ("LimitsExceeded", "TimeExceeded")
         failed = not limited and ended != "Submitted"
@@ -127,10 +126,14 @@ class _Model:
     """Implements mini-swe-agent's model interface. A response is text that contains one shell command."""
 
     def __init__(
-        self, client: ChatClient, loop: asyncio.AbstractEventLoop, config: Mapping[str, Any], name: str
+        self,
+        model: ModelEndpoint,
+        options: Mapping[str, Any],
+        loop: asyncio.AbstractEventLoop,
+        settings: Mapping[str, Any],
     ) -> None:
-        self._client, self._loop, self._settings = client, loop, config
-        self.config = SimpleNamespace(model_name=name)
+        self._model, self._options, self._loop, self._settings = model, options, loop, settings
+        self.config = SimpleNamespace(model_name=model.model_name)
 
     def query(self, messages: Sequence[Mapping[str, Any]], **_: Any) -> dict[str, Any]:
         """Returns the model's response to a conversation, with its command in ``extra["actions"]``.
@@ -140,7 +143,7 @@ class _Model:
                 error message.
         """
         sent = [_openai(m) for m in messages]
-        choice = blocking(self._client.complete(sent), self._loop)
+        choice = blocking(complete(self._model, sent, self._options), self._loop)
         content = choice["message"].get("content") or ""
         package = _package()
         message = {"role": "assistant", "content": content}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaflow_hpc.agents import code
-from megaflow_hpc.agents.registry import AgentSpec, create
+from megaflow_hpc.agents.registry import AgentSpec, create, record_of
 from megaflow_hpc.errors import ConfigError, MegaflowError
 
 PROBE_TIMEOUT_S = 300.0
@@ -44,9 +44,8 @@ def probe(agents: Sequence[AgentSpec], beside: str = "") -> tuple[list[ProbeResu
     Raises:
         ConfigError: The child process died, or took longer than :data:`PROBE_TIMEOUT_S`.
     """
-    specs = [{"name": a.name, "max_turns": a.max_turns, "timeout_s": a.timeout_s, "args": dict(a.args)} for a in agents]
     named = ", ".join(repr(agent.name) for agent in agents)
-    question = json.dumps({"agents": specs, "beside": beside}, default=str)
+    question = json.dumps({"agents": list(map(record_of, agents)), "beside": beside}, default=str)
     command = [sys.executable, "-m", __name__]
     try:
         done = subprocess.run(

@@ -71,19 +71,21 @@ def create(spec: AgentSpec | Mapping[str, Any]) -> Agent:
     """Creates an agent for one rollout.
 
     Args:
-        spec: Name, ``max_turns``, ``timeout_s`` (enforced by the caller) and ``args``, as attributes or keys.
+        spec: Name, ``max_turns``, ``timeout_s`` (enforced by the caller) and ``args``. As keys, only the name is
+            required.
 
     Raises:
         ConfigError: The name is unknown or cannot be imported, or the agent does not accept these ``args``.
     """
-    name, args = str(_get(spec, "name")), dict(_get(spec, "args") or {})
+    given = spec if isinstance(spec, Mapping) else record_of(spec)
+    name, args = str(given["name"]), dict(given.get("args") or {})
     factory = _find(name)
     signature = inspect.signature(factory)
     parameters = signature.parameters
     try:
         for limit in ("max_turns", "timeout_s"):
             if limit in parameters and limit not in args:
-                args[limit] = _get(spec, limit)
+                args[limit] = given.get(limit)
         signature.bind(**args)
     except TypeError as error:
         raise ConfigError(f"agent {name!r}: args: {error}; it takes {', '.join(parameters) or 'none'}") from error
@@ -117,7 +119,7 @@ def known_agents() -> list[KnownAgent]:
         lacks = ""
         try:
             if name not in NEEDED_ARGS:
-                create({"name": name, "max_turns": None, "timeout_s": None, "args": {}})
+                create({"name": name})
         except ConfigError as error:
             lacks = str(error)
         about = (inspect.getdoc(_find(name)) or "").partition("\n")[0].rstrip(".")
@@ -164,8 +166,9 @@ def result_of(name: str, returned: Any) -> AgentResult:
     return replace(returned, turn_rewards=list(turns.values()), rewards=rewards)
 
 
-def _get(spec: AgentSpec | Mapping[str, Any], key: str) -> Any:
-    return spec.get(key) if isinstance(spec, Mapping) else getattr(spec, key)
+def record_of(spec: AgentSpec) -> dict[str, Any]:
+    """Returns a specification as plain data, which :func:`create` takes in another process."""
+    return {"name": spec.name, "max_turns": spec.max_turns, "timeout_s": spec.timeout_s, "args": dict(spec.args)}
 
 
 def _find(name: str) -> Callable[..., Agent]:

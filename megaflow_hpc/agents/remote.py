@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megaflow_hpc import errors
-from megaflow_hpc.agents.registry import AgentSpec, forked
+from megaflow_hpc.agents.registry import AgentSpec, forked, record_of
 from megaflow_hpc.errors import MegaflowError, SandboxError, UserCodeError
 from megaflow_hpc.host import wire
 from megaflow_hpc.texts import in_one_line
@@ -147,8 +147,7 @@ class AgentJob:
 
     def message(self, number: int) -> dict[str, Any]:
         """Returns the message that starts the agent."""
-        spec = self.agent
-        agent = {"name": spec.name, "max_turns": spec.max_turns, "timeout_s": spec.timeout_s, "args": dict(spec.args)}
+        agent = record_of(self.agent)
         model = dict(vars(self.model)) if self.model else None
         task = self.task.to_dict()
         return {"job": number, "agent": agent, "task": task, "model": model, "state": self.state, "label": self.label}

@@ -59,7 +59,7 @@ def preload(names: list[str]) -> None:
         module = NAMES.get(name, name).partition(":")[0]
         with contextlib.suppress(Exception):
             importlib.import_module(module)
-            create({"name": name, "args": {}})  # also triggers the agent's deferred imports
+            create({"name": name})  # also triggers the agent's deferred imports
 
 
 def serve(control: socket.socket) -> None:

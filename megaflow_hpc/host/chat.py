@@ -32,7 +32,8 @@ async def post_chat(
         The HTTP status (200 or one of :data:`REFUSED`), the response headers, and the decoded response.
 
     Raises:
-        ModelServiceError: No response arrived, or its status is a different one.
+        ModelServiceError: No response arrived, or its status is a different one. Its ``answer`` is the decoded
+            response.
     """
     import aiohttp  # imported late because planning imports agents and tasks too, and must stay fast
 
@@ -51,5 +52,7 @@ async def post_chat(
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise ModelServiceError(f"{who}: {error!r}") from error
     if response.status != 200 and response.status not in REFUSED:
-        raise ModelServiceError(f"{who}: HTTP {response.status}: {answer}")
+        failure = ModelServiceError(f"{who}: HTTP {response.status}: {answer}")
+        failure.answer = answer
+        raise failure
     return response.status, response.headers, answer

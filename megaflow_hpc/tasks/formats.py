@@ -13,7 +13,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
 from megaflow_hpc.environments.images.sources import ImageRequest
@@ -87,12 +87,13 @@ class StepVerdict:
     verdict: Verdict
 
 
-class TaskFormat(Protocol):
-    """Interface of a task format. Methods that take a sandbox run in workers. The methods from ``claims`` to ``files``
-    run during planning."""
+class TaskFormat:
+    """Base class of task formats. Methods that take a sandbox run in workers. The methods from ``claims`` to ``files``
+    run during planning. The defaults suit formats whose tasks have a single step and a single prebuilt image."""
 
     def claims(self, source: str, /) -> bool:
         """Returns whether a campaign's source has this format."""
+        raise NotImplementedError
 
     def read(
         self,
@@ -112,6 +113,7 @@ class TaskFormat(Protocol):
         Raises:
             ConfigError: The source is invalid. The message names file, line, value and remedy.
         """
+        raise NotImplementedError
 
     def settle(self, tasks: Sequence[Task], refuse: Refuse, /) -> list[Task]:
         """Completes the tasks selected from one source, so that they are ready to run.
@@ -122,21 +124,27 @@ class TaskFormat(Protocol):
         Raises:
             ConfigError: A program that all of these tasks need is missing on this machine.
         """
+        return list(tasks)
 
     def images(self, task: Task, /) -> list[ImageRequest]:
         """Returns the images that a task needs: the agent's image first, then separate verifiers' images."""
+        return [ImageRequest(task.image, path=task.path)]
 
     def files(self, task: Task, /) -> list[str]:
         """Returns the paths that rollouts read from their original location. These must not change during a run."""
+        return []
 
     def asks_judge(self, task: Task, /) -> bool:
         """Returns whether the verification of a task needs a judge."""
+        return False
 
     def steps(self, task: Task, /) -> list[Task]:
         """Returns the steps of a task in order, each as a task. A task without steps is its own single step."""
+        return [task]
 
     def step_name(self, step: Task, /) -> str:
         """Returns the name of a step. Empty for a task without steps."""
+        return ""
 
     async def prepare(self, task: Task, sandbox: ApptainerSandbox, /) -> bool:
         """Prepares a fresh sandbox, whose work and log directories already exist.
@@ -146,6 +154,7 @@ class TaskFormat(Protocol):
         Raises:
             SandboxError: The sandbox cannot be prepared. The rollout fails.
         """
+        raise NotImplementedError
 
     async def begin_step(self, step: Task, sandbox: ApptainerSandbox, /) -> None:
         """Prepares the sandbox for one step.
@@ -160,6 +169,7 @@ class TaskFormat(Protocol):
         Raises:
             ConfigError: The task has no solution.
         """
+        raise NotImplementedError
 
     async def verify(
         self, step: Task, sandbox: ApptainerSandbox, context: VerificationContext, /, *, stay: bool
@@ -179,6 +189,7 @@ class TaskFormat(Protocol):
             ModelServiceError: A judge model that the task's code uses is down.
             ConfigError: The task cannot be verified in this way.
         """
+        raise NotImplementedError
 
     async def put_back(self, task: Task, sandbox: ApptainerSandbox, stored: Mapping[str, bytes], /) -> bool:
         """Restores the artifacts that the task declares from a stored rollout's artifacts.
@@ -192,45 +203,14 @@ class TaskFormat(Protocol):
         Raises:
             UnscoredError: Some of the artifacts are not stored.
         """
+        return False
 
     def may_continue(self, step: Task, verdict: Verdict, /) -> bool:
         """Returns whether to run the next step after this verdict."""
+        return True
 
     def combine(self, task: Task, verdicts: Sequence[StepVerdict], /) -> Verdict:
         """Combines the verdicts of the completed steps (at least one) into the task's verdict."""
-
-
-class OneStep:
-    """Default methods for formats whose tasks have a single step and a single prebuilt image."""
-
-    def settle(self, tasks: Sequence[Task], refuse: Refuse) -> list[Task]:
-        return list(tasks)
-
-    def images(self, task: Task) -> list[ImageRequest]:
-        return [ImageRequest(task.image, path=task.path)]
-
-    def files(self, task: Task) -> list[str]:
-        return []
-
-    def asks_judge(self, task: Task) -> bool:
-        return False
-
-    def steps(self, task: Task) -> list[Task]:
-        return [task]
-
-    def step_name(self, step: Task) -> str:
-        return ""
-
-    async def begin_step(self, step: Task, sandbox: ApptainerSandbox, /) -> None:
-        pass
-
-    async def put_back(self, task: Task, sandbox: ApptainerSandbox, stored: Mapping[str, bytes], /) -> bool:
-        return False
-
-    def may_continue(self, step: Task, verdict: Verdict, /) -> bool:
-        return True
-
-    def combine(self, task: Task, verdicts: Sequence[StepVerdict]) -> Verdict:
         return verdicts[0].verdict
 
 

@@ -10,6 +10,7 @@ An answer that ends with neither yes nor no counts as no, because the judged con
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
 import secrets
 import sys
@@ -125,21 +126,17 @@ class Judge:
         return float(await self.ask(messages, model or self.reward_models[0]))
 
 
-class WaitingJudge:
-    """Synchronous wrapper of a judge for use in threads: :meth:`ask` blocks until the answer arrives."""
+class Blocking:
+    """Synchronous view of an object, for use in threads: each of its coroutine methods blocks until it is done."""
 
-    def __init__(self, judge: Judge, loop: asyncio.AbstractEventLoop) -> None:
-        self.judge, self._loop = judge, loop
-        self.models, self.reward_models = judge.models, judge.reward_models
-        self.base_url, self.api_key = judge.base_url, judge.api_key
+    def __init__(self, target: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self.target, self._loop = target, loop
 
-    def ask(self, messages: str | Sequence[Message], model: str = "", **options: Any) -> str:
-        """Asks a judge and returns the text of its answer. Takes the arguments of :meth:`Judge.ask`."""
-        return blocking(self.judge.ask(messages, model, **options), self._loop)
-
-    def reward(self, messages: Sequence[Message], model: str = "") -> float:
-        """Returns a reward model's number. Takes the arguments of :meth:`Judge.reward`."""
-        return blocking(self.judge.reward(messages, model), self._loop)
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.target, name)
+        if not inspect.iscoroutinefunction(value):
+            return value
+        return lambda *arguments, **options: blocking(value(*arguments, **options), self._loop)
 
 
 class Criterion(msgspec.Struct, forbid_unknown_fields=True):
@@ -184,18 +181,18 @@ class Rubric(msgspec.Struct, forbid_unknown_fields=True):
         _rubric_files[str(Path(path).absolute())] = None
         return rubric
 
-    async def score(self, judge: Judge | WaitingJudge, messages: Sequence[Message]) -> dict[str, float]:
+    async def score(self, judge: Judge | Blocking, messages: Sequence[Message]) -> dict[str, float]:
         """Returns 1 or 0 for each criterion, and their weighted mean as ``reward``.
 
         Args:
-            judge: The judges. A synchronous task ``score`` may return this coroutine.
+            judge: The judges. A synchronous task ``score`` passes them as it got them, and may return this coroutine.
             messages: The conversation to rate.
 
         Raises:
             ModelServiceError: A judge does not answer.
             UserCodeError: A judge refused a request, or its answer reached ``max_tokens``.
         """
-        judge = judge.judge if isinstance(judge, WaitingJudge) else judge
+        judge = judge.target if isinstance(judge, Blocking) else judge
         if not judge.models:
             raise UserCodeError("a rubric needs a judge that answers in words; add a model with judge: true")
         shown, gate = transcript(messages), asyncio.Semaphore(MAX_VOTES_AT_ONCE)

@@ -25,7 +25,7 @@ each role of a team), ``patch`` (the agent's changes to the checkout in ``workdi
 (:class:`~megaflow_hpc.tasks.judging.Judge`).
 
 ``setup``, ``score`` and ``solve`` may also be synchronous methods. They then run in a thread, in which the sandbox's
-``exec``, ``upload``, ``download`` and ``read`` block. A class defines one task, whose id is ``id`` or, by default, the
+methods block. A class defines one task, whose id is ``id`` or, by default, the
 class name. A class with a class method ``instances`` that returns ``{name: keyword arguments}`` defines one task per
 name. Within a rollout, ``setup`` and ``score`` are called on the same instance.
 
@@ -44,7 +44,8 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -58,14 +59,13 @@ from megaflow_hpc.config.reading import explain
 from megaflow_hpc.config.services import ServiceConfig, check_services
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
 from megaflow_hpc.environments.images.sources import ImageRequest
-from megaflow_hpc.environments.sandbox.sandbox import READ_LIMIT, ApptainerSandbox
+from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError, UserCodeError
-from megaflow_hpc.host.loop import blocking
 from megaflow_hpc.tasks import checkout
-from megaflow_hpc.tasks.formats import TASK_ID, OneStep, Refuse, TaskFormat, VerificationContext, raise_error
+from megaflow_hpc.tasks.formats import TASK_ID, Refuse, TaskFormat, VerificationContext, raise_error
 from megaflow_hpc.tasks.judged_layer import JudgedLayer
-from megaflow_hpc.tasks.judging import Judge, WaitingJudge, rubric_files
+from megaflow_hpc.tasks.judging import Blocking, Judge, rubric_files
 from megaflow_hpc.tasks.services import check_ports
 from megaflow_hpc.types import ExecResult, Limits, Service, Task, Verdict, checked_rewards
 
@@ -385,8 +385,8 @@ def _instance(task: Task, sandbox: ApptainerSandbox) -> Any:
     return _instances[sandbox]
 
 
-class PythonClassFormat(OneStep):
-    """Implements :class:`~megaflow_hpc.tasks.formats.TaskFormat` for Python classes."""
+class PythonClassFormat(TaskFormat):
+    """Task format of Python classes."""
 
     claims = staticmethod(looks_like_class)
 
@@ -445,10 +445,8 @@ async def call(
                 return await method(*([] if sandbox is None else [sandbox]), **more)
             # After a timeout, the thread continues until it next uses the sandbox, which is closed by then.
             loop = asyncio.get_running_loop()
-            plain = dict(more)
-            if isinstance(judge := more.get("judge"), Judge):
-                plain["judge"] = WaitingJudge(judge, loop)
-            first = [] if sandbox is None else [WaitingSandbox(sandbox, loop)]
+            plain = {name: Blocking(value, loop) if isinstance(value, Judge) else value for name, value in more.items()}
+            first = [] if sandbox is None else [Blocking(sandbox, loop)]
             result = await _in_thread(lambda: method(*first, **plain), task.id)
             return await result if inspect.isawaitable(result) else result
     except (SandboxError, ModelServiceError):
@@ -464,32 +462,19 @@ async def call(
 
 async def _in_thread(call: Callable[[], Any], name: str) -> Any:
     """Runs ``call`` in a new thread, so that a call that never returns does not occupy a thread of the loop's pool."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def finish(result: Any, error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is None:
-            done.set_result(result)
-        else:
-            done.set_exception(error)
+    done: Future[Any] = Future()
+    done.set_running_or_notify_cancel()  # a call cannot be interrupted
 
     def body() -> None:
-        outcome: tuple[Any, BaseException | None]
         try:
-            outcome = call(), None
-        except (StopIteration, KeyboardInterrupt, GeneratorExit) as error:  # a future cannot hold these
-            outcome = None, RuntimeError(repr(error)).with_traceback(error.__traceback__)
+            done.set_result(call())
+        except (StopIteration, KeyboardInterrupt, GeneratorExit) as error:  # asyncio's future cannot hold these
+            done.set_exception(RuntimeError(repr(error)).with_traceback(error.__traceback__))
         except BaseException as error:
-            outcome = None, error
-        try:
-            loop.call_soon_threadsafe(finish, *outcome)
-        except RuntimeError:  # the loop is closed, so nothing is waiting for the result
-            pass
+            done.set_exception(error)
 
     threading.Thread(target=body, name=f"task-{name}", daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(done)
 
 
 def guarded(call: Callable[[], Any], what: str, kind: type[ConfigError] | type[UserCodeError]) -> Any:
@@ -515,32 +500,3 @@ def code_of(method: Callable[..., Any]) -> str:
     """Returns ``file:line`` of a method's definition."""
     code = getattr(method, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(method)
-
-
-class WaitingSandbox:
-    """Synchronous wrapper of a sandbox for use in threads: each method blocks until it is done."""
-
-    def __init__(self, sandbox: ApptainerSandbox, loop: asyncio.AbstractEventLoop) -> None:
-        self._sandbox = sandbox
-        self._loop = loop
-
-    def _wait(self, call: Coroutine[Any, Any, Any]) -> Any:
-        return blocking(call, self._loop)
-
-    def exec(self, command: Any, **options: Any) -> ExecResult:
-        """Runs a command and waits until it ends. Takes the ``options`` of the sandbox's own ``exec``."""
-        result: ExecResult = self._wait(self._sandbox.exec(command, **options))
-        return result
-
-    def upload(self, source: str, target: str) -> None:
-        """Copies a file or directory from the host into the sandbox."""
-        self._wait(self._sandbox.upload(source, target))
-
-    def download(self, source: str, target: str) -> None:
-        """Copies a file or directory from the sandbox to the host."""
-        self._wait(self._sandbox.download(source, target))
-
-    def read(self, path: str, limit: int = READ_LIMIT) -> bytes | None:
-        """Returns the first ``limit`` bytes of a file, or ``None`` if it is not a regular file."""
-        content: bytes | None = self._wait(self._sandbox.read(path, limit))
-        return content

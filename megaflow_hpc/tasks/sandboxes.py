@@ -11,7 +11,7 @@ from megaflow_hpc.config.sections import EnvironmentConfig
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import UserCodeError
-from megaflow_hpc.tasks.formats import OpenJudge, VerificationContext
+from megaflow_hpc.tasks.formats import VerificationContext
 from megaflow_hpc.types import ExecResult, Network, Task
 
 
@@ -43,30 +43,21 @@ def verification_context(
     environment: EnvironmentConfig,
     images: Mapping[str, str],
     start: Callable[[SandboxSpec], Awaitable[ApptainerSandbox]],
-    messages: Callable[[], list[dict[str, Any]]] = list,
-    judge: OpenJudge | None = None,
-    roles: Callable[[], dict[str, list[dict[str, Any]]]] = dict,
-    artifacts: Callable[[], dict[str, bytes]] = dict,
+    **more: Any,
 ) -> VerificationContext:
     """Returns the context in which a campaign verifies a task.
 
     Args:
         images: Maps image names in tasks to SIF files or directories.
         start: Starts the sandbox of a separate verifier.
-        messages: Returns the agent's conversation so far.
-        judge: Opens access to the campaign's judges.
-        roles: Returns the latest conversation of each role.
-        artifacts: Returns the files stored with the rollout so far, by name.
+        more: Other fields of the context.
     """
     return VerificationContext(
         fresh=environment.verification_of(task) == "fresh",
         as_left=environment.verification_of(task) == "as-left",
         network="none" if environment.network == "gateway" else environment.network,
         start=lambda task: start(sandbox_spec(task, images, environment)),
-        messages=messages,
-        artifacts=artifacts,
-        judge=judge,
-        roles=roles,
+        **more,
     )
 
 

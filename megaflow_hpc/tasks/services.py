@@ -103,7 +103,7 @@ def services_of(
         shared: maps scopes to services that rollouts share. If ``None``, this rollout starts its own services.
     """
     default = environment.limits
-    planned = []
+    planned, remote = [], []
     for service in task.services:
         limits = service.limits
         spec = SandboxSpec(
@@ -119,10 +119,7 @@ def services_of(
             nested=environment.nested,
         )
         planned.append(PlannedService(service, spec))
-    remote = []
-    for each in planned:
-        service = each.service
         if shared is not None and service.per in shared:
-            shared[service.per].prepare(each)
+            shared[service.per].prepare(planned[-1])
             remote.append(RemoteService(service.name, service.ports, shared[service.per]))
     return ServiceGroup(planned, start, remote)

@@ -119,10 +119,10 @@ class Rescoring:
             services.config.environment,
             services.images,
             sandboxes.start,
-            lambda: conversation(trajectory),
-            judges.open if judges.models else None,
-            lambda: by_role(trajectory),
-            lambda: {name: data for name, data in stored.items() if name not in (COST_FILE, JUDGE_FILE, LOG)},
+            messages=lambda: conversation(trajectory),
+            judge=judges.open if judges.models else None,
+            roles=lambda: by_role(trajectory),
+            artifacts=lambda: {name: data for name, data in stored.items() if name not in (COST_FILE, JUDGE_FILE, LOG)},
         )
         if not task.image:
             verdict = await run_conversation(task, NoSandbox(task), context, _nothing)

@@ -442,10 +442,10 @@ class RunningAttempt:
             config.environment,
             self.services.images,
             self.sandboxes.start,
-            lambda: conversation(trajectory),
-            self._judges.open if self._judges.models else None,
-            lambda: by_role(trajectory),
-            lambda: {artifact.name: artifact.data for artifact in trajectory.artifacts},
+            messages=lambda: conversation(trajectory),
+            judge=self._judges.open if self._judges.models else None,
+            roles=lambda: by_role(trajectory),
+            artifacts=lambda: {artifact.name: artifact.data for artifact in trajectory.artifacts},
         )
         verdict = await (self._run_in_sandbox(context) if task.image else self._converse(context))
         verdict = _storable(verdict, len(trajectory.turns))

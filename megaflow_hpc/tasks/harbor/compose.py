@@ -155,6 +155,10 @@ class _Part:
             "", f"{match[0]}: services get none of your variables; give a default in the task, or leave this task out"
         )
 
+    def text_or(self, default: str | None) -> str | None:
+        """Returns the value as text, or ``default`` if it is missing."""
+        return default if self.value is None else self.text()
+
     def words(self) -> tuple[str, ...]:
         """Returns a command as a list of words. Like Compose, splits a string as a shell would, without running a
         shell."""
@@ -212,26 +216,24 @@ def _read_service(name: str, part: _Part, root: Path, dockerfiles: Dockerfiles) 
     if not HOST_NAME.match(name) or name in RESERVED:
         raise part.error("", "expected a host name of lower-case letters, digits, dot, dash or underscore")
     _check_keys(part, {*_READ, *_IGNORED})
-    image, dockerfile, base = part.part("image"), "", ""
-    name_of_image = image.text() if image.value is not None else ""
+    image, dockerfile, base = part.part("image").text_or(""), "", ""
     env = _environment(part.part("environment"))
     entrypoint, command = part.part("entrypoint").words(), part.part("command").words()
-    ports, workdir, user = _ports(part), part.part("working_dir"), part.part("user")
-    workdir_path = workdir.text() if workdir.value is not None else None
-    user_name = user.text() if user.value is not None else None
+    ports = _ports(part)
+    workdir, user = part.part("working_dir").text_or(None), part.part("user").text_or(None)
     if part.part("build").value is not None:
         parsed = dockerfiles.read(_dockerfile(part, root))
-        base = name_of_image = parsed.base
+        base = image = parsed.base
         if parsed.needs_build:
-            dockerfile, name_of_image = str(parsed.path), f"{parsed.base}+{context_digest(parsed)[:12]}"
+            dockerfile, image = str(parsed.path), f"{parsed.base}+{context_digest(parsed)[:12]}"
         env = {**parsed.environment, **env}
         last = parsed.last
         if not entrypoint:
             command = command or last.command or ()
             entrypoint = last.entrypoint or ()
         ports = ports or tcp_ports(last.ports)
-        workdir_path, user_name = workdir_path or parsed.workdir, user_name or parsed.user
-    elif not name_of_image:
+        workdir, user = workdir or parsed.workdir, user or parsed.user
+    elif not image:
         raise part.error("", "neither image nor build; name an image")
     limits = part.part("deploy").part("resources").part("limits")
     replicas = part.part("deploy").part("replicas")
@@ -246,12 +248,12 @@ def _read_service(name: str, part: _Part, root: Path, dockerfiles: Dockerfiles) 
         raise part.error("cpus", f"{cpus.value!r}: expected a number from 0 on") from None
     return Service(
         name=name,
-        image=name_of_image,
+        image=image or "",
         command=command,
         entrypoint=entrypoint,
         env=env,
-        workdir=workdir_path,
-        user=user_name,
+        workdir=workdir,
+        user=user,
         ports=ports,
         health=_health(part.part("healthcheck")),
         after=_after(part.part("depends_on")),

@@ -20,7 +20,7 @@ from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
 from megaflow_hpc.environments.images.sources import ImageRequest
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError, SetupError
-from megaflow_hpc.tasks.formats import TASK_ID, OneStep, Refuse, StepVerdict, TaskFormat
+from megaflow_hpc.tasks.formats import TASK_ID, Refuse, StepVerdict, TaskFormat
 from megaflow_hpc.tasks.harbor import artifacts, verifier
 from megaflow_hpc.tasks.harbor.data import HarborData, Healthcheck, Judging, fields_of
 from megaflow_hpc.tasks.harbor.ignore import TaskFiles
@@ -171,8 +171,8 @@ async def wait_healthy(who: str, sandbox: Sandbox, check: Healthcheck) -> None:
 # --- the format -------------------------------------------------------------------------------------------------------
 
 
-class HarborFormat(OneStep):
-    """Implements :class:`~megaflow_hpc.tasks.formats.TaskFormat` for Harbor task directories."""
+class HarborFormat(TaskFormat):
+    """Task format of Harbor task directories."""
 
     def claims(self, source: str) -> bool:
         return True

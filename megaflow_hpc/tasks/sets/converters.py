@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import itertools
 import json
 import os
 import pickletools
@@ -11,7 +12,6 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Literal, cast
 
@@ -19,6 +19,7 @@ import msgspec
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.tar import Budget, Kind, Parts, unpack_tar
+from megaflow_hpc.resources import imported
 from megaflow_hpc.tasks.formats import TASK_ID, Refuse
 from megaflow_hpc.tasks.sets import competition
 from megaflow_hpc.texts import parse_json
@@ -40,26 +41,19 @@ def to_lines(files: Sequence[Path], target: Path) -> None:
         ConfigError: A file cannot be read, or pyarrow is not installed.
     """
     with target.open("wb") as stream:
-        for file in files:
-            if file.suffix == ".parquet":
-                for row in _rows(file):
-                    stream.write(json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass"))
-                    stream.write(b"\n")
-                continue
-            with file.open("rb") as lines:
-                for line in lines:
-                    stream.write(line if line.endswith(b"\n") else line + b"\n")
+        for row in itertools.chain.from_iterable(map(_rows, files)):
+            if not isinstance(row, bytes):
+                row = json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+            stream.write(row + b"\n")
 
 
-def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise ConfigError(
-            f"{file}: Parquet files are read by the Python package 'pyarrow', which is not installed; pip install "
-            "'megaflow-hpc[export]'"
-        ) from None
+def _rows(file: Path) -> Iterator[dict[str, Any] | bytes]:
+    """Yields the rows of a Parquet file, or the lines of a JSONL file as bytes."""
+    if file.suffix != ".parquet":
+        with file.open("rb") as stream:
+            yield from (line.strip() for line in stream)
+        return
+    pyarrow, parquet = imported("pyarrow"), imported("pyarrow.parquet")
     try:
         with parquet.ParquetFile(file) as table:
             for batch in table.iter_batches(batch_size=ROWS_IN_MEMORY):
@@ -155,6 +149,7 @@ class NewTask(msgspec.Struct):
 
     name: str
     files: Mapping[str, str | bytes]
+    """Contents by path. A ``task.toml`` replaces the one that the next fields describe."""
     source: str
     image: str = "python"
     workdir: str = "/work"
@@ -432,7 +427,7 @@ def _hidden_tests(text: str) -> str:
     pickled = unpacker.decompress(base64.b64decode(text, validate=True), MAX_TESTS_BYTES)
     if not unpacker.eof:
         raise ValueError(f"private_test_cases: cut off, or more than {MAX_TESTS_BYTES:,} bytes of tests")
-    operations = list(islice(pickletools.genops(pickled), 6))
+    operations = list(itertools.islice(pickletools.genops(pickled), 6))
     form = " ".join(operation.name for operation, _, _ in operations)
     if not _TEXT_PICKLE.fullmatch(form) or operations[-1][2] != len(pickled) - 1:
         raise ValueError(f"private_test_cases: expected a pickle of one text, not of {form}")
@@ -570,8 +565,7 @@ ROWS: Mapping[str, Callable[[Any], NewTask]] = {
 def write_rows(files: Sequence[Path], target: Path, refuse: Refuse, convert: Callable[[Any], NewTask]) -> None:
     """Converts the rows of Parquet and JSONL files to Harbor tasks in an empty directory."""
     for file in files:
-        rows = _rows(file) if file.suffix == ".parquet" else _lines(file)
-        for number, row in enumerate(rows, 1):
+        for number, row in enumerate(_rows(file), 1):
             if row == b"":
                 continue
             try:
@@ -580,11 +574,6 @@ def write_rows(files: Sequence[Path], target: Path, refuse: Refuse, convert: Cal
                 refuse(ConfigError(f"{file}:{number}: {error}"))
             except (LookupError, TypeError, AttributeError) as error:  # a nested field is missing or has the wrong type
                 refuse(ConfigError(f"{file}:{number}: not in the format of this set ({error!r:.200})"))
-
-
-def _lines(file: Path) -> Iterator[bytes]:
-    with file.open("rb") as stream:
-        yield from (line.strip() for line in stream)
 
 
 DIRECTORIES: Mapping[str, Callable[[Path, Path, Refuse, Sequence[Path]], None]] = {

@@ -18,7 +18,6 @@ import asyncio
 import re
 import secrets
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +28,7 @@ from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.formats import Refuse
 from megaflow_hpc.tasks.sets import miniwob_oracle
+from megaflow_hpc.tasks.sets.converters import NewTask
 
 VERSION_FILE = "/opt/miniwob/VERSION"
 IMAGE = "desktop"
@@ -171,6 +171,7 @@ def write_tasks(image: Path, seeds: int, target: Path, refuse: Refuse) -> str:
 
 def write_task(target: Path, asked: AskedPage, version: str) -> None:
     """Writes the task of one episode into a new directory in ``target``."""
+    solved = asked.page in miniwob_oracle.PAGES
     values: dict[str, Any] = {
         "version": version,
         "page": asked.page,
@@ -185,24 +186,15 @@ def write_task(target: Path, asked: AskedPage, version: str) -> None:
         "agent_s": AGENT_S,
         "episode_s": EPISODE_S,
     }
-    _write(target / f"{asked.page}-s{asked.seed}", values)
-
-
-def _write(task: Path, values: Mapping[str, Any]) -> None:
-    files = {
+    templates = {
         "task.toml": TASK,
         "instruction.md": INSTRUCTION,
         "environment/docker-compose.yaml": COMPOSE,
         "environment/Dockerfile": "FROM {image}\n",
         "tests/test.sh": TEST,
+        **({"solution/solve.sh": SOLVE} if solved else {}),
     }
-    if values["page"] in miniwob_oracle.PAGES:
-        files["solution/solve.sh"] = SOLVE
-    for name, text in files.items():
-        path = task / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text.format(**values), encoding="utf-8")
-        if path.suffix == ".sh":
-            path.chmod(0o755)
-    if values["page"] in miniwob_oracle.PAGES:
-        (task / "solution" / "solve.py").write_bytes(Path(miniwob_oracle.__file__).read_bytes())
+    files: dict[str, str | bytes] = {name: text.format(**values) for name, text in templates.items()}
+    if solved:
+        files["solution/solve.py"] = Path(miniwob_oracle.__file__).read_bytes()
+    NewTask(f"{asked.page}-s{asked.seed}", files, f"MiniWoB++ {version}").write(target)

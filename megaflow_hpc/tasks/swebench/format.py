@@ -17,15 +17,15 @@ from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.host.atomic import new_file
-from megaflow_hpc.tasks.formats import OneStep, Refuse, TaskFormat, VerificationContext, refuse_into
+from megaflow_hpc.tasks.formats import Refuse, TaskFormat, VerificationContext, refuse_into
 from megaflow_hpc.tasks.swebench import plan, runs
 from megaflow_hpc.tasks.swebench.instances import Instance, Line, read_instances
 from megaflow_hpc.tasks.swebench.plan import LineSource, read_tasks, settle, to_task
 from megaflow_hpc.types import Task, Verdict
 
 
-class SwebenchFormat(OneStep):
-    """Implements :class:`~megaflow_hpc.tasks.formats.TaskFormat` for SWE-bench style JSONL files."""
+class SwebenchFormat(TaskFormat):
+    """Task format of SWE-bench style JSONL files."""
 
     def claims(self, source: str) -> bool:
         return source.endswith(".jsonl")

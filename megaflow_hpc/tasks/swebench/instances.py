@@ -12,6 +12,7 @@ import os
 import re
 import tokenize
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -29,6 +30,8 @@ TEXTS = ("problem_statement", "patch", "test_patch", "bug_patch", "eval_script")
 _IMAGE = re.compile(r"([a-z][a-z-]*://)?[A-Za-z0-9][A-Za-z0-9._/:@+~-]*")
 """Matches an image name, optionally with a registry. Paths are not allowed, because lines are untrusted and image files
 are not checked."""
+_ADJACENT = re.compile(r"""['"]\s*['"]""")
+"""Matches quotes between which there may be no comma."""
 _PATH = re.compile(r"(/(?!\.\.?(/|$))[^/\x00-\x1f\x7f]+)+/?")
 
 
@@ -242,33 +245,21 @@ def _writable(line: Line, key: str, text: str, *, nul: bool = False) -> str:
     return text
 
 
-def _unseparated(text: str) -> bool:
-    """Returns whether commas are missing between quoted names, as in numpy's output. Python would concatenate these
-    names."""
-    try:
-        parse_json(text)
-        return False
-    except ValueError:
-        pass
-    quoted = False
-    try:
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type == tokenize.STRING and quoted:
-                return True
-            if token.type not in (tokenize.NL, tokenize.NEWLINE):
-                quoted = token.type == tokenize.STRING
-    except (tokenize.TokenError, SyntaxError):
-        pass
-    return False
+def _quoted(text: str) -> int:
+    """Returns the number of quoted strings in a Python literal."""
+    with suppress(tokenize.TokenError, SyntaxError):
+        return sum(token.type == tokenize.STRING for token in tokenize.generate_tokens(io.StringIO(text).readline))
+    return 0
 
 
 def _names(line: Line, key: str, value: Any) -> tuple[str, ...]:
     """Parses test names from a list, or from a string that encodes a list as JSON or Python."""
     names = literal(value) if isinstance(value, str) else value
-    if isinstance(value, str) and names is not None and _unseparated(value):
-        raise line.error(key, value, "a list of test names, separated by commas")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise line.error(key, value, "a list of test names")
+    # Without commas, as in numpy's output, Python concatenates the names.
+    if isinstance(value, str) and _ADJACENT.search(value) and _quoted(value) > len(names):
+        raise line.error(key, value, "a list of test names, separated by commas")
     return tuple(_writable(line, key, name) for name in names)
 
 

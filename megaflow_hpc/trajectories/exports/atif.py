@@ -31,13 +31,13 @@ from megaflow_hpc.trajectories.exports.messages import (
     as_text,
     iso_time,
     reasoning_of,
+    round_suffix,
     text_and_images,
     tool_calls,
 )
-from megaflow_hpc.trajectories.reading.conversations import Conversation, main, tokens_of_calls
+from megaflow_hpc.trajectories.reading.conversations import Conversation, main_first, tokens_of_calls
 from megaflow_hpc.trajectories.reading.sources import SequenceView
 from megaflow_hpc.trajectory import Image, Turn
-from megaflow_hpc.types import round_of
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import ExportJob
@@ -58,10 +58,8 @@ def write(job: ExportJob) -> list[Path]:
         for row in job.rows():
             folder = temporary / safe_name(row.task_id) / safe_name(row.group_id.rpartition("/")[2])
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            round_number = round_of(row.task_id, row.group_id)
-            suffix = f"@{round_number}" if round_number else ""
             text = json.dumps(document(row, job.store.campaign), allow_nan=False)
-            (folder / f"{row.sample_index}{suffix}.json").write_text(text, encoding="utf-8")
+            (folder / f"{row.sample_index}{round_suffix(row)}.json").write_text(text, encoding="utf-8")
             write_images(folder, row)
     return [directory]
 
@@ -79,10 +77,7 @@ def write_images(folder: Path, row: Row) -> None:
 def document(row: Row, campaign: str) -> dict[str, Any]:
     """Converts one trajectory to an ATIF document."""
     conversations = row.conversations
-    order = list(range(len(conversations)))
-    if conversations:
-        first = main(conversations, row.policy)
-        order = [first, *(number for number in order if number != first)]
+    order = main_first(conversations, row.policy)
     documents = _Documents(row)
     built = [documents.add(conversations[number], f"{row.id}#{number}") for number in order]
     for number, started in zip(order, built, strict=True):

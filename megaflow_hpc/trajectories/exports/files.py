@@ -10,12 +10,12 @@ import secrets
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import fsync
 from megaflow_hpc.host.files import open_regular, remove_tree
-from megaflow_hpc.resources import install
+from megaflow_hpc.resources import imported
 
 
 @contextlib.contextmanager
@@ -41,19 +41,6 @@ def published_directory(path: Path) -> Iterator[Path]:
         remove_tree(temporary, ignore_errors=True)
 
 
-def zstandard() -> Any:
-    """Imports and returns the ``zstandard`` package.
-
-    Raises:
-        ConfigError: The package is not installed.
-    """
-    try:
-        import zstandard as module
-    except ImportError:
-        raise ConfigError(f"zst: the package zstandard is missing; {install('export')}, or use --compress gz") from None
-    return module
-
-
 @contextlib.contextmanager
 def writing(path: Path, compress: str) -> Iterator[IO[bytes]]:
     """Opens a new binary file for writing, with compression ``none``, ``gz`` or ``zst``."""
@@ -62,7 +49,7 @@ def writing(path: Path, compress: str) -> Iterator[IO[bytes]]:
             with gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0) as packed:
                 yield packed  # type: ignore[misc]
         elif compress == "zst":
-            with zstandard().ZstdCompressor(level=3).stream_writer(file, closefd=False) as packed:
+            with imported("zstandard").ZstdCompressor(level=3).stream_writer(file, closefd=False) as packed:
                 yield packed
         else:
             yield file
@@ -78,7 +65,7 @@ def reading(path: Path) -> Iterator[IO[bytes]]:
             with gzip.GzipFile(fileobj=file) as packed:
                 yield packed  # type: ignore[misc]
         elif magic == b"\x28\xb5\x2f\xfd":
-            with zstandard().ZstdDecompressor().stream_reader(file) as packed:
+            with imported("zstandard").ZstdDecompressor().stream_reader(file) as packed:
                 yield io.BufferedReader(packed)
         else:
             yield file

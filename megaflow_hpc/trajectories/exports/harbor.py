@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Any
 from megaflow_hpc.resources import __version__
 from megaflow_hpc.trajectories.exports.atif import document, write_images
 from megaflow_hpc.trajectories.exports.files import published_directory, safe_name
-from megaflow_hpc.trajectories.exports.messages import as_text, iso_time
+from megaflow_hpc.trajectories.exports.messages import as_text, finite_rewards, iso_time, round_suffix
 from megaflow_hpc.trajectories.reading.conversations import tokens_of_calls
-from megaflow_hpc.types import round_of
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import ExportJob
@@ -81,7 +80,7 @@ class _Evaluation:
     def add(self, row: Row) -> None:
         self.trials += 1
         self.errors += bool(row.error_kind)
-        for name, value in _rewards(row).items():
+        for name, value in finite_rewards(row).items():
             sums = self.rewards.setdefault(name, [0.0, 0.0])
             sums[0] += value
             sums[1] += 1
@@ -91,21 +90,13 @@ class _Evaluation:
         return {"n_trials": self.trials, "n_errors": self.errors, "metrics": metrics}
 
 
-def _rewards(row: Row) -> dict[str, float]:
-    rewards = {name: value for name, value in row.rewards.items() if math.isfinite(value)}
-    if math.isfinite(row.reward):
-        rewards.setdefault("reward", row.reward)
-    return {as_text(name): value for name, value in rewards.items()}
-
-
 def trial_name(row: Row) -> str:
     """Returns a trial name that is unique in the campaign and valid as a file name."""
     task = safe_name(row.task_id)
     if len(task) > MAX_NAME or task != row.task_id:
         task = f"{task[:MAX_NAME]}-{uuid.uuid5(uuid.NAMESPACE_URL, row.task_id).hex[:8]}"
     policy = safe_name(row.group_id.rpartition("/")[2])[:MAX_NAME]
-    round_number = round_of(row.task_id, row.group_id)
-    return f"{task}__{policy}__{row.sample_index}" + (f"@{round_number}" if round_number else "")
+    return f"{task}__{policy}__{row.sample_index}{round_suffix(row)}"
 
 
 def _trial(row: Row, campaign: str, job_id: str) -> dict[str, Any]:
@@ -139,7 +130,7 @@ def _trial(row: Row, campaign: str, job_id: str) -> dict[str, Any]:
         "finished_at": finished,
         **_phases(row),
     }
-    if rewards := _rewards(row):
+    if rewards := finite_rewards(row):
         trial["verifier_result"] = {"rewards": rewards}
     if row.error_kind or row.error:
         trial["exception_info"] = {

@@ -27,14 +27,15 @@ from megaflow_hpc.trajectories.exports.files import published_directory, safe_na
 from megaflow_hpc.trajectories.exports.messages import (
     as_json,
     as_text,
+    finite_rewards,
     iso_time,
     reasoning_of,
+    round_suffix,
     text_and_images,
     tool_calls,
 )
-from megaflow_hpc.trajectories.reading.conversations import Conversation, main, tokens_of_calls
+from megaflow_hpc.trajectories.reading.conversations import Conversation, main_first, tokens_of_calls
 from megaflow_hpc.trajectory import Image
-from megaflow_hpc.types import round_of
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import ExportJob
@@ -187,9 +188,9 @@ def _metrics(name: str, count: float, total: float, squares: float) -> dict[str,
 
 def _sample(row: Row) -> dict[str, Any]:
     conversations = row.conversations
-    first = main(conversations, row.policy) if conversations else -1
+    talks = [conversations[number] for number in main_first(conversations, row.policy)]
     images = row.images
-    messages = _messages(conversations[first], images) if conversations else []
+    messages = _messages(talks[0], images) if talks else []
     answers = [message for message in messages if message["role"] == "assistant"]
     turns = row.turns
     counts = tokens_of_calls(row)
@@ -200,28 +201,23 @@ def _sample(row: Row) -> dict[str, Any]:
         output["choices"] = [{"message": answers[-1], "stop_reason": stop}]
         content = answers[-1]["content"]
         output["completion"] = content if isinstance(content, str) else content[-1]["text"]
-    round_number = round_of(row.task_id, row.group_id)
     began = next((place for place, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
-    rewards = {as_text(name): value for name, value in row.rewards.items() if math.isfinite(value)}
-    if math.isfinite(row.reward):
-        rewards.setdefault("reward", row.reward)
-    others = [talk for number, talk in enumerate(conversations) if number != first]
     seconds = max(0.0, row.finished_at - row.started_at)
     sample: dict[str, Any] = {
-        "id": as_text(row.task_id) + (f"@{round_number}" if round_number else ""),
+        "id": as_text(row.task_id) + round_suffix(row),
         "epoch": row.sample_index + 1,
         "input": messages[:began] or as_text(row.task_id),
         "target": "",
         "messages": messages,
         "output": output,
-        "scores": {name: {"value": value} for name, value in rewards.items()},
+        "scores": {name: {"value": value} for name, value in finite_rewards(row).items()},
         "metadata": {
             "rollout": as_text(row.id),
             "status": row.status,
             "node": as_text(row.node),
             "other_conversations": [
                 {"policy": as_text(talk.policy), "role": as_text(talk.role), "messages": _messages(talk, images)}
-                for talk in others
+                for talk in talks[1:]
             ],
         },
         "model_usage": {as_text(row.policy): usage},
@@ -232,8 +228,8 @@ def _sample(row: Row) -> dict[str, Any]:
         "uuid": _short_id(row.id),
         "turn_count": len(turns),
     }
-    if conversations:
-        sample["events"] = list(_events(row, conversations[first], messages, counts))
+    if talks:
+        sample["events"] = list(_events(row, talks[0], messages, counts))
         sample["events_data"] = {"messages": messages, "calls": []}
     if row.error_kind or row.error:
         text = as_text(f"{row.error_kind}: {row.error}" if row.error_kind else row.error)

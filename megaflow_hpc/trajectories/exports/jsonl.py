@@ -5,10 +5,10 @@ columns.
 the calls that produced the answers. The indices refer to ``messages``, or to ``tree`` if there are several
 conversations.
 
-Token columns are lists, one per sequence. Log-probabilities have nine significant digits, enough to restore the exact
-float32. ``null`` marks tokens that were not sampled and missing rewards. Artifacts and images are base64-encoded. Each
-image is stored once per line, and messages refer to it by ``sha256:<hex>``. The ``images`` of a sequence list the
-placeholder tokens of each image as ``[start, length, sha256]``.
+Token columns are lists, one per sequence. Log-probabilities have enough digits to restore the exact float32. ``null``
+marks tokens that were not sampled and missing rewards. Artifacts and images are base64-encoded. Each image is stored
+once per line, and messages refer to it by ``sha256:<hex>``. The ``images`` of a sequence list the placeholder tokens of
+each image as ``[start, length, sha256]``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import orjson
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.texts import parse_object
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 HELP = "JSON lines, one trajectory each, with everything; can be imported again"
 
 _SUFFIX = {"none": ".jsonl", "gz": ".jsonl.gz", "zst": ".jsonl.zst"}
+_TOKENS = ("tokens", "logprobs", "loss_mask", "weight_versions")
 _RAGGED = ("rewards", "messages", "parents", "sequences", "turns", "attempts", "artifacts", "images")
 
 
@@ -69,41 +72,19 @@ def line(row: Row) -> bytes:
         records = image_records(images)
         record["images"] = [{**one, "data": base64.b64encode(one["data"]).decode()} for one in records]
     text = json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    sequences = ",".join(_sequence(view) for view in row.sequences)
-    return f'{text[:-1]},"sequences":[{sequences}]}}\n'.encode("utf-8", "backslashreplace")
+    # orjson writes numpy arrays, and float32 as the shortest number from which it can be restored; NaN becomes null.
+    sequences = orjson.dumps(list(map(_sequence, row.sequences)), option=orjson.OPT_SERIALIZE_NUMPY)
+    return text[:-1].encode("utf-8", "backslashreplace") + b',"sequences":' + sequences + b"}\n"
 
 
-def _sequence(view: SequenceView) -> str:
-    columns = {
-        "tokens": _integers(view.tokens),
-        "logprobs": _floats(view.logprobs),
-        "loss_mask": _integers(view.loss_mask),
-        "weight_versions": _integers(view.weight_versions),
-    }
-    lists = ",".join(f'"{name}":[{numbers}]' for name, numbers in columns.items())
+def _sequence(view: SequenceView) -> dict[str, Any]:
+    record: dict[str, Any] = {name: getattr(view, name) for name in ("policy", *_TOKENS)}
     if view.experts is not None:
-        _, layers, per_token = view.experts.shape
-        encoded = base64.b64encode(view.experts.tobytes()).decode()
-        lists += f',"experts":"{encoded}","expert_layers":{layers},"experts_per_token":{per_token}'
+        _, record["expert_layers"], record["experts_per_token"] = view.experts.shape
+        record["experts"] = base64.b64encode(view.experts.tobytes()).decode()
     if view.images:
-        lists += f',"images":{json.dumps(view.images, separators=(",", ":"))}'
-    return f'{{"policy":{json.dumps(view.policy)},{lists}}}'
-
-
-def _integers(values: Any) -> str:
-    return ",".join(map(str, values.tolist()))
-
-
-def _floats(values: Any) -> str:
-    texts = []
-    for value in values.tolist():
-        if not math.isfinite(value):
-            texts.append("null")
-        elif value == 0:
-            texts.append("-0.0" if math.copysign(1, value) < 0 else "0")  # JSON parsers read -0 as an integer
-        else:
-            texts.append(f"{value:.9g}")
-    return ",".join(texts)
+        record["images"] = list(map(list, view.images))
+    return record
 
 
 def _experts(sequence: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,10 +7,14 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.texts import NO_LABELS, containers_at, joined_parts
 from megaflow_hpc.trajectory import IMAGE_SCHEME, Image, image_parts
+from megaflow_hpc.types import round_of
+
+if TYPE_CHECKING:
+    from megaflow_hpc.trajectories.reading.store import Row
 
 MAX_SECONDS = 253_402_300_799
 """The last second of the year 9999."""
@@ -91,6 +95,20 @@ def _tool_call(call: Any, number: int) -> RecordedToolCall:
         arguments=as_json(arguments) if is_object else {},
         unparsed="" if is_object or not given else as_text(given),
     )
+
+
+def finite_rewards(row: Row) -> dict[str, float]:
+    """Returns the rewards of a row by name, as strict JSON allows them. The main one is named ``reward``."""
+    rewards = {name: value for name, value in row.rewards.items() if math.isfinite(value)}
+    if math.isfinite(row.reward):
+        rewards.setdefault("reward", row.reward)
+    return {as_text(name): value for name, value in rewards.items()}
+
+
+def round_suffix(row: Row) -> str:
+    """Returns the part of a name that distinguishes the rounds of a task, empty for the first."""
+    number = round_of(row.task_id, row.group_id)
+    return f"@{number}" if number else ""
 
 
 def iso_time(seconds: float) -> str:

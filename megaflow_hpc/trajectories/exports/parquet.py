@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.resources import install
+from megaflow_hpc.resources import imported
 from megaflow_hpc.trajectories.hdf5.publishing import published
-from megaflow_hpc.trajectories.hdf5.schema import ROW_COLUMNS, STRING, TEXT
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, ROW_COLUMNS, STRING, TEXT
 from megaflow_hpc.trajectories.reading.sources import Flat, SequenceView
 from megaflow_hpc.trajectory import Image
 
@@ -40,12 +39,8 @@ def pyarrow() -> Any:
     Raises:
         ConfigError: pyarrow is not installed.
     """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ConfigError(f"parquet: the package pyarrow is missing; {install('export')}") from None
-    return pyarrow
+    imported("pyarrow.parquet")
+    return imported("pyarrow")
 
 
 def images_type(pa: Any) -> Any:
@@ -123,25 +118,25 @@ def sequences(pa: Any, flat: Flat, numbers: Any) -> Any:
 
 def _schema(pa: Any, rewards: tuple[str, ...]) -> Any:
     text, integers, reals = pa.string(), pa.list_(pa.int32()), pa.list_(pa.float32())
+
+    def columns(group: str) -> dict[str, Any]:
+        named = {column.name: column.dtype for column in COLUMNS.values() if column.group == group}
+        return {name: text if dtype in (STRING, TEXT) else getattr(pa, dtype)() for name, dtype in named.items()}
+
     sequence = {"policy": text, "tokens": integers, "logprobs": reals}
     sequence |= {"loss_mask": pa.list_(pa.uint8()), "weight_versions": integers}
-    turn = {name: pa.int64() for name in ("sequence", "token_start", "token_end")}
-    turn |= {"finish_reason": text, "policy": text}
-    turn |= {name: pa.int64() for name in ("message", "started_by")}
-    turn |= {name: pa.float32() for name in ("model_s", "sandbox_s", "agent_s", "wait_s")}
-    turn |= {"server": text, "role": text}
-    attempt = {"attempt": pa.int32()}
-    attempt |= {name: text for name in ("status", "error_kind", "error", "node", "job_id")}
-    attempt |= {name: pa.float64() for name in ("started_at", "finished_at")}
     artifact = {"name": text, "data": pa.binary()}
-
-    fields = {}
-    for column in ROW_COLUMNS:
-        fields[column.name] = text if column.dtype in (STRING, TEXT) else getattr(pa, column.dtype)()
+    rows = columns("trajectories")
+    fields = {column.name: rows[column.name] for column in ROW_COLUMNS}
     if rewards:
         fields["rewards"] = pa.struct(dict.fromkeys(rewards, pa.float32()))
     fields |= dict.fromkeys(_JSON, text)
-    records = {"sequences": sequence, "turn_list": turn, "attempt_list": attempt, "artifacts": artifact}
+    records = {
+        "sequences": sequence,
+        "turn_list": columns("turns"),
+        "attempt_list": columns("attempts"),
+        "artifacts": artifact,
+    }
     size = {"width": pa.int32(), "height": pa.int32()}
     records["images"] = {"sha256": text, "media_type": text, **size, "data": pa.binary()}
     records["image_spans"] = {**dict.fromkeys(("sequence", "start", "length"), pa.int64()), "image": text}

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from megaflow_hpc.trajectories.exports.files import published_directory
 from megaflow_hpc.trajectories.exports.harbor import trial_name
 from megaflow_hpc.trajectories.exports.messages import as_text, reasoning_of, tool_calls
-from megaflow_hpc.trajectories.reading.conversations import Conversation, main
+from megaflow_hpc.trajectories.reading.conversations import Conversation, main_first
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import ExportJob
@@ -58,11 +58,9 @@ def write(job: ExportJob) -> list[Path]:
     with published_directory(directory) as temporary:
         for row in job.rows():
             conversations = row.conversations
-            first = main(conversations, row.policy) if conversations else 0
-            order = [first, *(number for number in range(len(conversations)) if number != first)]
-            for place, number in enumerate(order):
+            order = main_first(conversations, row.policy)
+            for place, talk in enumerate([conversations[number] for number in order] or [None]):
                 suffix = f".{place}" if place else ""
-                talk = conversations[number] if conversations else None
                 lines = (json.dumps(line, ensure_ascii=False, allow_nan=False) for line in _lines(row, talk, suffix))
                 path = temporary / f"{trial_name(row)}{suffix}.jsonl"
                 path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host.atomic import file_mode
+from megaflow_hpc.host.atomic import file_mode, fsync
 from megaflow_hpc.trajectories.journal.frames import HEADER_SIZE, MAX_RECORD, frame_head, header, pack_record
 from megaflow_hpc.trajectories.journal.packs import is_packed_by_later_start
 
@@ -190,10 +190,7 @@ def _write_at(file: int, data: bytes, offset: int) -> None:
 
 
 def _fsync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        fsync(path)
     except OSError as error:  # some network file systems cannot fsync directories, but create files synchronously
         logger.debug("fsync of directory %s: %s", path, error)
-    finally:
-        os.close(descriptor)

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.resources import imported
 from megaflow_hpc.trajectories.hdf5.columns import Array, Integers, text
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, ROW_COLUMNS
 from megaflow_hpc.trajectories.reading.sources import Source, items_of, offsets_of
@@ -176,22 +177,10 @@ def arrow_table(source: Source, column: Column, rewards: Sequence[str], name: Ta
     """
     if name not in get_args(Table):
         raise ConfigError(f"table {name!r}: expected one of {', '.join(get_args(Table))}")
-    pa = installed("pyarrow")
+    pa = imported("pyarrow")
     if name == "rollouts":
         return pa.table({one: column(one)[rows] for one in (*_ROLLOUT_COLUMNS, *(f"rewards/{r}" for r in rewards))})
     return (_turns if name == "turns" else _sequences)(pa, source, column("id"), rows)
-
-
-def installed(package: str) -> Any:
-    """Imports and returns an optional package.
-
-    Raises:
-        ConfigError: It is not installed.
-    """
-    try:
-        return __import__(package)
-    except ImportError:
-        raise ConfigError(f"{package}: not installed; pip install {package}") from None
 
 
 def _turns(pa: Any, source: Source, ids: Array, rows: Integers) -> Any:

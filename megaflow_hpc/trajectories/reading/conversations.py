@@ -146,6 +146,12 @@ def main(candidates: Sequence[Conversation], policy: str) -> int:
     return max(range(len(candidates)), key=rank)  # on a tie, the first
 
 
+def main_first(candidates: Sequence[Conversation], policy: str) -> list[int]:
+    """Returns the indices of all conversations, the main one first."""
+    first = [main(candidates, policy)] if candidates else []
+    return [*first, *(number for number in range(len(candidates)) if number not in first)]
+
+
 def heading(number: int, conversation: Conversation) -> str:
     """Describes a conversation in one line: its number, its calls, and its origin."""
     calls = [call for call in conversation.turns[conversation.shared :] if call is not None]

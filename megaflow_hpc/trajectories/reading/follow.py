@@ -191,7 +191,7 @@ def follow(
             yield from (row for row in store if row.id not in seen)
         return
     follower = Follower(run, after)
-    outage = _Outage(run)
+    away_since: float | None = None
     ended: float | None = None
     while True:
         is_last = over()
@@ -199,10 +199,16 @@ def follow(
             new = follower.poll()
             lacking = is_last and not new and follower.lacking()
         except OSError as error:
-            outage.note(error)
+            if not passing(error) or (away_since and time.monotonic() - away_since > GIVE_UP_S):
+                raise
+            if away_since is None:
+                away_since = time.monotonic()
+                logger.warning("%s does not answer (%s); waiting for it", run, error)
             time.sleep(poll_s)
             continue
-        outage.end()
+        if away_since is not None:
+            logger.warning("%s is back after %.0f s", run, time.monotonic() - away_since)
+            away_since = None
         yield from new
         if is_last and not new:
             ended = ended or time.monotonic()
@@ -220,30 +226,6 @@ def _of_earlier_starts(names: Iterable[str]) -> set[str]:
         if start.isdecimal():
             of_pods.setdefault(pod, []).append((int(start), name))
     return {name for starts in of_pods.values() for _, name in sorted(starts)[:-1]}
-
-
-class _Outage:
-    """Tracks how long a run directory has been unavailable."""
-
-    def __init__(self, run: RunDir) -> None:
-        self._run = run
-        self._began: float | None = None
-
-    def note(self, error: OSError) -> None:
-        """Records a failed poll. Raises the error if it is permanent, or if the outage has lasted too long."""
-        if not passing(error):
-            raise error
-        if self._began is None:
-            self._began = time.monotonic()
-            logger.warning("%s does not answer (%s); waiting for it", self._run, error)
-        elif time.monotonic() - self._began > GIVE_UP_S:
-            raise error
-
-    def end(self) -> None:
-        """Records a successful poll."""
-        if self._began is not None:
-            logger.warning("%s is back after %.0f s", self._run, time.monotonic() - self._began)
-            self._began = None
 
 
 def _read_cursor(cursor: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.resources import docs
-from megaflow_hpc.trajectories.hdf5.columns import Array, Integers
+from megaflow_hpc.trajectories.hdf5.columns import Array, Integers, text
 from megaflow_hpc.trajectories.hdf5.schema import ROW_COLUMNS
 from megaflow_hpc.trajectories.reading.sources import Source, offsets_of
 
@@ -95,16 +95,20 @@ class RowTable:
         return (*self._paths, *self._derived)
 
     def column(self, name: str) -> Array:
-        """Returns the column with a name from :attr:`names`, one entry per row. Text is ``S`` bytes or objects."""
-        if name in self._paths:
-            return self._source.column(self._paths[name])
-        if name not in self._cache:
-            self._cache[name] = self._derived[name]()
-        return self._cache[name]
+        """Returns the column with a name from :attr:`names`, or ``rewards/NAME``, with one entry per row. Text is
+        returned as ``str`` objects. The caller must not modify the column.
 
-    def reward(self, name: str) -> NDArray[np.float32]:
-        """Returns the column of a reward in :attr:`rewards`, with one entry per row. NaN for rows without it."""
-        return self._source.column(f"rewards/{name}")
+        Raises:
+            KeyError: The column is unknown.
+        """
+        rewards = [f"rewards/{reward}" for reward in self.rewards]
+        if name not in (*self.names, *rewards):
+            raise KeyError(f"{name}: no column; there are: {', '.join([*self.names, *rewards])}")
+        if name not in self._cache:
+            derive = self._derived.get(name, lambda: self._source.column(self._paths.get(name, name)))
+            values = derive()
+            self._cache[name] = text(values) if values.dtype.kind in "SO" else values
+        return self._cache[name]
 
     def _count(self, item: str) -> Array:
         return np.diff(self._source.column(f"trajectories/{item}_offset"))
@@ -218,7 +222,7 @@ class _Evaluation:
         if name not in self._table.rewards:
             names = ", ".join(self._table.rewards) or "none"
             raise self._fault(node, f"no reward named {name!r}; there are: {names}")
-        return self._table.reward(name)
+        return self._table.column(f"rewards/{name}")
 
     def _logical(self, node: ast.BoolOp) -> Any:
         combine = np.logical_and if isinstance(node.op, ast.And) else np.logical_or
@@ -261,8 +265,6 @@ class _Evaluation:
         b = self._operand(right, left)
         if _is_text(a) != _is_text(b):
             raise self._fault(node, f"{ast.unparse(node)!r} compares text with a number")
-        if _is_text(a):
-            a, b = _common_form(a, b)
         return _COMPARE[type(op)](a, b)
 
     def _operand(self, node: ast.expr, other: ast.expr) -> Any:
@@ -296,29 +298,10 @@ def _map_distinct(column: Array, test: Callable[[str], bool]) -> NDArray[np.bool
     mask = np.empty(len(column), np.bool_)
     for row, item in enumerate(column.tolist()):
         if item not in results:
-            results[item] = test(item.decode("utf-8", "replace") if isinstance(item, bytes) else item)
+            results[item] = test(item)
         mask[row] = results[item]
     return mask
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, np.ndarray) and value.dtype.kind in "SUOT")
-
-
-def _common_form(a: Any, b: Any) -> tuple[Any, Any]:
-    """Converts two text arrays to a common form: bytes if either is a fixed-width column."""
-    if not (_is_fixed_width(a) or _is_fixed_width(b)):
-        return a, b
-    return _as_bytes(a), _as_bytes(b)
-
-
-def _is_fixed_width(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.dtype.kind == "S"
-
-
-def _as_bytes(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace")
-    if _is_fixed_width(value):
-        return value
-    return np.array([str(text).encode() for text in value.tolist()], "S")
+    return isinstance(value, str) or (isinstance(value, np.ndarray) and value.dtype == object)

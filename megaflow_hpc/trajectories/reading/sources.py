@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import h5py
 import numpy as np
@@ -48,6 +48,7 @@ from megaflow_hpc.trajectories.journal.winners import Index, RecordEntry
 from megaflow_hpc.trajectory import Attempt, Image, ImageSpan, TokenSequence, Trajectory, Turn
 from megaflow_hpc.types import Artifact
 
+RecordT = TypeVar("RecordT", Turn, Attempt)
 TOKEN_COLUMNS = tuple(f"tokens/{name}" for name in ("id", "logprob", "loss_mask", "weight_version"))
 
 _MAX_WHOLE_ENTRIES = 1 << 16
@@ -452,7 +453,6 @@ class Hdf5Source:
 
 _CACHED = 8
 """Number of decoded trajectories to cache. The parts of a row are usually read together."""
-_TIMES = ("model_s", "sandbox_s", "agent_s", "wait_s")
 _JOURNAL_COLUMNS = (
     *(column.path for column in COLUMNS.values() if column.group in ("trajectories", "sequences", "turns")),
     *(f"attempts/{name}" for name in ("job_id", "started_at", "finished_at")),
@@ -504,22 +504,14 @@ class JournalSource:
         return views
 
     def turns(self, row: int) -> list[Turn]:
-        turns = [replace(turn) for turn in self._load(row).turns]
+        turns = [_as_stored(turn, "turns") for turn in self._load(row).turns]
         for turn in turns:
-            for name in ("finish_reason", "server", "policy", "role"):
-                setattr(turn, name, escape(getattr(turn, name)))
-            for name in _TIMES:
-                setattr(turn, name, float(np.float32(getattr(turn, name))))
             if turn.sequence < 0:
                 turn.sequence, turn.token_start, turn.token_end = -1, 0, 0
         return turns
 
     def attempts(self, row: int) -> list[Attempt]:
-        attempts = [replace(attempt) for attempt in self._load(row).attempts]
-        for attempt in attempts:
-            for name in ("status", "error_kind", "error", "node", "job_id"):
-                setattr(attempt, name, escape(getattr(attempt, name)))
-        return attempts
+        return [_as_stored(attempt, "attempts") for attempt in self._load(row).attempts]
 
     def artifacts(self, row: int) -> list[Artifact]:
         return [Artifact(escape(artifact.name), artifact.data) for artifact in self._load(row).artifacts]
@@ -585,6 +577,18 @@ class JournalSource:
             first = [0] if COLUMNS[path].is_offset else []
             columns[path] = _array(COLUMNS[path].dtype, [*first, *values])
         return columns
+
+
+def _as_stored(record: RecordT, group: str) -> RecordT:
+    """Returns a copy of a turn or attempt with the values that a file stores."""
+    values: dict[str, Any] = {}
+    for column in COLUMNS.values():
+        if column.group == group:
+            value = getattr(record, column.name)
+            if column.dtype == "float32":
+                value = float(np.float32(value))
+            values[column.name] = escape(value) if column.dtype in (STRING, TEXT) else value
+    return replace(record, **values)
 
 
 def _array(dtype: str, values: list[Any]) -> Array:

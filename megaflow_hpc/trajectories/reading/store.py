@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from megaflow_hpc.resources import imported
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
-from megaflow_hpc.trajectories.hdf5.columns import Array, Integers, text
+from megaflow_hpc.trajectories.hdf5.columns import Array, Integers
 from megaflow_hpc.trajectories.hdf5.file import (
     attribute,
     attribute_text,
@@ -38,7 +39,7 @@ from megaflow_hpc.trajectories.hdf5.file import (
 from megaflow_hpc.trajectories.hdf5.schema import ROW_COLUMNS, UNKNOWN_AS_NAN
 from megaflow_hpc.trajectories.journal.winners import fingerprint, index, seals_of
 from megaflow_hpc.trajectories.reading.advantages import Kind, advantages
-from megaflow_hpc.trajectories.reading.batch import Oversize, Table, arrow_table, installed, make_batch, plan_batches
+from megaflow_hpc.trajectories.reading.batch import Oversize, Table, arrow_table, make_batch, plan_batches
 from megaflow_hpc.trajectories.reading.conversations import Conversation, ConversationCall, conversations, main
 from megaflow_hpc.trajectories.reading.selection import RowTable, select
 from megaflow_hpc.trajectories.reading.sources import (
@@ -125,14 +126,7 @@ class TrajectoryStore:
         Raises:
             KeyError: The column is unknown.
         """
-        rewards = [f"rewards/{reward}" for reward in self._table.rewards]
-        if name in self._table.names:
-            values = self._table.column(name)
-        elif name in rewards:
-            values = self.source.column(name)
-        else:
-            raise KeyError(f"{name}: no column; there are: {', '.join([*self._table.names, *rewards])}")
-        return text(values) if values.dtype.kind in "SO" else values
+        return self._table.column(name)
 
     def select(self, expression: str) -> Integers:
         """Returns the numbers of the rows that match an expression over the columns, in order.
@@ -269,7 +263,7 @@ class TrajectoryStore:
         Raises:
             ConfigError: As :meth:`to_arrow`, or pandas is not installed.
         """
-        installed("pandas")
+        imported("pandas")
         return self.to_arrow(table, rows).to_pandas()
 
     def _chosen(self, rows: Iterable[int | str] | str | None) -> Integers:
@@ -376,8 +370,7 @@ class Row:
     def messages(self) -> list[dict[str, Any]]:
         """The main conversation (see :func:`~megaflow_hpc.trajectories.reading.conversations.main`), as OpenAI
         messages."""
-        all_conversations = self.conversations
-        return all_conversations[main(all_conversations, self.policy)].messages if all_conversations else []
+        return _main_messages(self.conversations, self.policy)
 
     @property
     def conversations(self) -> list[Conversation]:
@@ -400,9 +393,7 @@ class Row:
             ``parents``.
         """
         all_conversations = self.conversations
-        record: dict[str, Any] = {
-            "messages": all_conversations[main(all_conversations, self.policy)].messages if all_conversations else []
-        }
+        record: dict[str, Any] = {"messages": _main_messages(all_conversations, self.policy)}
         record["conversations"] = [
             {
                 "messages": conversation.nodes,
@@ -502,6 +493,10 @@ class Row:
 
     def __repr__(self) -> str:
         return f"<trajectory {self.id} {self.status} reward={self.reward:g}>"
+
+
+def _main_messages(all_conversations: list[Conversation], policy: str) -> list[dict[str, Any]]:
+    return all_conversations[main(all_conversations, policy)].messages if all_conversations else []
 
 
 def _experts(view: SequenceView) -> tuple[array[int], int, int]:

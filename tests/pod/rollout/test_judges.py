@@ -34,7 +34,7 @@ from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.pod.rollout.judges import Judges
 from megaflow_hpc.tasks.formats import VerificationContext, format_of
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.tasks.judging import Judge, Rubric, WaitingJudge, transcript
+from megaflow_hpc.tasks.judging import Blocking, Judge, Rubric, transcript
 from megaflow_hpc.tasks.steps import prepare, verify
 from megaflow_hpc.types import ModelEndpoint, Network, Verdict
 from tests.support.campaigns import cli, run_local
@@ -208,8 +208,8 @@ def test_a_plain_score_may_return_a_rubrics_coroutine_and_a_blocking_call_in_the
     async def main() -> dict[str, float]:
         loop = asyncio.get_running_loop()
         with pytest.raises(UserCodeError, match="write the method as async def"):
-            WaitingJudge(judge, loop).ask("who?")
-        return await rubric(tmp_path).score(WaitingJudge(judge, loop), TALK)
+            Blocking(judge, loop).ask("who?")
+        return await rubric(tmp_path).score(Blocking(judge, loop), TALK)
 
     assert asyncio.run(main())["reward"] == 1.0
 
@@ -341,7 +341,7 @@ async def test_a_reward_model_rates_conversations_and_does_not_vote(tmp_path: Pa
         async with judges.open() as judge:
             assert (judge.models, judge.reward_models) == (("grader",), ("second",))
             assert await judge.reward(TALK) == 1.0
-            waiting = WaitingJudge(judge, asyncio.get_running_loop())
+            waiting = Blocking(judge, asyncio.get_running_loop())
             assert await asyncio.to_thread(waiting.reward, TALK[:1]) == 0.5
             assert await rubric(tmp_path).score(judge, TALK) == {"reward": 1.0, "right": 1.0, "polite": 1.0}
         assert [call["model"] for call in judges.calls()] == ["second", "second", "grader", "grader"]
