@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 
 from megaflow_hpc.texts import parse_object
-from megaflow_hpc.trajectories.hdf5.columns import Array, offset_faults, read, texts
+from megaflow_hpc.trajectories.hdf5.columns import Array, offset_faults, read, read_slices, texts
 from megaflow_hpc.trajectories.hdf5.file import Datasets, datasets, open_file, schema_faults
 from megaflow_hpc.trajectories.hdf5.schema import STATUSES
 from megaflow_hpc.types import VERIFIED
@@ -233,11 +233,10 @@ def _spans(file: h5py.File, used: Array) -> Iterator[str]:
     )
     for row in _first(np.array([pair not in uses for pair in zip(row_of.tolist(), image.tolist(), strict=True)], bool)):
         yield f"/image_spans/image: row {row}: {image[row]}, not an image of trajectory {row_of[row]}"
-    for some in _batches(np.diff(start, append=ends[-1:])):
-        first = start[some.start]
-        mask = read(file["tokens/loss_mask"], first, ends[some.stop - 1])
-        sampled_before = np.concatenate([[0], np.cumsum(mask, dtype=np.int32)])
-        for row in _first(sampled_before[ends[some] - first] > sampled_before[start[some] - first]):
+    for some in _batches(length):
+        masks = read_slices(file["tokens/loss_mask"], start[some], ends[some])
+        is_sampled = np.maximum.reduceat(masks, np.cumsum(length[some]) - length[some]) > 0
+        for row in _first(is_sampled):
             row += some.start
             yield f"/image_spans: row {row}: tokens {start[row]} to {ends[row]}, some of which are sampled"
             return

@@ -19,7 +19,7 @@ import pytest
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories import gather, open_trajectories, validate
 from megaflow_hpc.trajectories.hdf5 import writer as writer_module
-from megaflow_hpc.trajectories.hdf5.columns import read_column, read_slices
+from megaflow_hpc.trajectories.hdf5.columns import ChunkDecoder, read_column, read_slices
 from megaflow_hpc.trajectories.hdf5.file import datasets
 from megaflow_hpc.trajectories.maintenance.compact import compact
 from megaflow_hpc.trajectories.maintenance.validate import verify
@@ -342,6 +342,52 @@ def test_texts_of_any_length_are_bytes_and_offsets(tmp_path):
     compact(run.trajectories, small)
     with open_trajectories(small) as store:
         assert store.column("error").tolist() == expected
+
+
+def test_chunks_are_decoded_as_hdf5_decodes_them(tmp_path):
+    """The last chunk is partly filled."""
+    values = np.random.default_rng(0).integers(0, 1000, 3000).astype(np.int32)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        for shuffle in (False, True):
+            filters = {"compression": 1, "shuffle": shuffle, "fletcher32": True}
+            for dtype in (np.int32, np.float32, np.uint8, ">i2"):
+                expected = values.astype(dtype)
+                name = f"{np.dtype(dtype).name}-{shuffle}"
+                dataset = file.create_dataset(name, data=expected, chunks=(1024,), **filters)
+                decoder = ChunkDecoder(dataset)
+                decoded = [decoder.decode(chunk) for chunk in range(3)]
+                assert all(found is not None for found in decoded), name
+                assert np.concatenate(decoded)[:3000].tolist() == expected.tolist(), name
+
+
+def test_a_chunk_with_any_changed_byte_is_left_to_hdf5(tmp_path):
+    values = np.arange(1024, dtype=np.int32)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        dataset = file.create_dataset("x", data=values, chunks=(1024,), compression=1, fletcher32=True)
+        stored = dataset.id.read_direct_chunk((0,))[1]
+        for place in range(0, len(stored), 7):
+            damaged = bytearray(stored)
+            damaged[place] ^= 16
+            dataset.id.write_direct_chunk((0,), bytes(damaged))
+            assert ChunkDecoder(dataset).decode(0) is None, place
+        dataset.id.write_direct_chunk((0,), stored)
+        assert ChunkDecoder(dataset).decode(0).tolist() == values.tolist()
+
+
+def test_chunks_with_other_filters_are_left_to_hdf5(tmp_path):
+    values = np.arange(2048, dtype=np.int32)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        datasets_of_others = [
+            file.create_dataset("plain", data=values, chunks=(1024,)),
+            file.create_dataset("scaled", data=values, chunks=(1024,), scaleoffset=0),
+            file.create_dataset(
+                "unwritten", (2048,), "i4", chunks=(1024,), compression=1, fletcher32=True, fillvalue=7
+            ),
+        ]
+        for dataset in datasets_of_others:
+            assert ChunkDecoder(dataset).decode(1) is None
+            found = read_slices(dataset, np.array([1000, 5]), np.array([1100, 9]))
+            assert found.tolist() == [*dataset[1000:1100], *dataset[5:9]]
 
 
 def test_slices_in_any_order_are_exact(tmp_path):
