@@ -180,7 +180,7 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
 
 
 def _gpu_contradictions(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> list[str]:
-    """Describes options in ``extra`` that request a different number of GPUs than the campaign or each other."""
+    """Describes sbatch options that request a different number of GPUs than the campaign or each other."""
     run, slurm = RunDir("/RUN"), config.slurm
     jobs = [
         ("servers", "gpus of the model", group.gpus, script.server_job(config, run, 1, group.gpus, nodes=group.nodes))
@@ -201,7 +201,7 @@ def _gpu_contradictions(config: CampaignConfig, groups: Sequence[ServerGroup], w
         elif len(set(gpus_by_option.values())) < 2:
             continue
         first = next((name for name in gpus_by_option if name in names), "")
-        key = f"slurm.{role}.extra" if first else "slurm.extra"
+        key = f"slurm.{role}" if first else "slurm"
         asked = " and ".join(f"{name} ({count:g})" for name, count in gpus_by_option.items())
         lines[role] = f"{where(key)}: {key}: {asked} request different numbers of GPUs per node; keep one of them"
     return list(lines.values())
@@ -320,7 +320,8 @@ def together(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup])
 def pod_options(config: CampaignConfig) -> dict[str, Any]:
     """Returns the sbatch options that determine which limits apply to pods."""
     slurm = config.slurm
-    return named({"account": slurm.account, "partition": slurm.pods.partition, **slurm.extra, **slurm.pods.extra})
+    own = {} if slurm.pods.partition is None else {"partition": slurm.pods.partition}
+    return named({**slurm.extra, **own, **slurm.pods.extra})
 
 
 def named(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+from pydantic.json_schema import SkipJsonSchema
 
-from megaflow_hpc.config.sections import Section
+from megaflow_hpc.config.sections import STORED, Section, describe
 
 TRAINER_REQUEUES = 20
 """A trainer is not requeued again after this many consecutive requeues without a committed step."""
@@ -74,9 +85,79 @@ Walltime = Annotated[str | int | None, BeforeValidator(_walltime)]
 MAX_PODS = 100_000
 """Maximum number of pods in a section. A larger number is assumed to be a typo."""
 
+SBATCH_OPTIONS = tuple(
+    """
+    account acctg-freq array batch bb bbf begin chdir cluster clusters cluster-constraint comment constraint container
+    container-id contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot
+    dependency distribution error exclude exclusive export export-file extra-node-info get-user-env gid gpu-bind
+    gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint hold ignore-pbs input job-name
+    kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu mincpus network
+    nice no-kill no-requeue nodefile nodelist nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node
+    ntasks-per-socket open-mode output overcommit oversubscribe partition power prefer priority profile propagate qos
+    reboot requeue reservation segment signal sockets-per-node spread-job stepmgr switches thread-spec
+    threads-per-core time time-min tmp tres-bind tres-per-task uid use-min-nodes wait-all-nodes wckey
+    """.split()
+)
+"""Options of sbatch. Sites add options by plugins, so other names are options too unless they resemble a known name."""
 
-class PodPoolConfig(Section):
-    """Another pod array. Omitted keys default to those of ``slurm.pods``."""
+
+def _describe_job(schema: dict[str, Any], model: type[Section]) -> None:
+    """Adds the options of sbatch to the JSON Schema of a section: editors accept them, and misspelt names are found."""
+    describe(schema, model)
+    schema["additionalProperties"] = {"type": ["string", "number", "boolean", "null"]}
+    schema["x-options"] = list(SBATCH_OPTIONS)
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    for name in sorted(map(str, options)):
+        if name.strip("-") in ("M", "cluster", "clusters"):
+            raise ValueError(f"{name}: pods at another cluster are slurm.pods.pools: [{{cluster: NAME}}]")
+        if len(name.strip("-")) == 1:  # sbatch would get --t=10
+            raise ValueError(f"{name}: write the option's long name, such as time for t")
+
+
+class JobSection(Section):
+    """A section of settings and sbatch options."""
+
+    model_config = ConfigDict(json_schema_extra=_describe_job)
+
+    extra: SkipJsonSchema[dict[str, Any]] = Field(default_factory=dict)
+    """sbatch options. In the campaign file, they are keys of the section."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _collect_options(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if "extra" in value:
+            if info.context != STORED:
+                raise ValueError("extra: write its options directly into the section, such as qos: long")
+            account = {"account": value["account"]} if value.get("account") else {}  # an earlier version's key
+            return {**value, "extra": {**account, **value["extra"]}}
+        options = {name: v for name, v in value.items() if name not in cls.model_fields and cls._is_option(name)}
+        _check_options(options)
+        return {**{name: v for name, v in value.items() if name not in options}, "extra": options}
+
+    @classmethod
+    def _is_option(cls, name: Any) -> bool:
+        if not isinstance(name, str) or not name.strip("-"):
+            return False
+        option = name.strip("-").replace("_", "-")
+        if option in SBATCH_OPTIONS or len(option) == 1:
+            return True
+        known = [*(field.replace("_", "-") for field in cls.model_fields), *SBATCH_OPTIONS]
+        return "_" not in name and not difflib.get_close_matches(option, known, 1, 0.75)
+
+    @model_serializer(mode="wrap")
+    def _flat(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        options = fields.pop("extra")
+        return {**fields, **options}
+
+
+class PodPoolConfig(JobSection):
+    """Another pod array. Omitted keys default to those of ``slurm.pods``. Other keys are options of sbatch, such as
+    ``account``."""
 
     cluster: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]+$")
     """Another Slurm cluster (``sbatch --clusters``), which must mount the run directory. Default: the cluster of the
@@ -87,12 +168,11 @@ class PodPoolConfig(Section):
     """Number of pods. Default: 1."""
     time: Walltime = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: ``pods.time``."""
-    extra: dict[str, Any] = Field(default_factory=dict)
-    """Additional sbatch options by name, such as ``account``."""
 
 
-class PodsConfig(Section):
-    """The pods, a job array on CPU nodes. Each array element is a pod, an MPI world whose ranks run sandboxes."""
+class PodsConfig(JobSection):
+    """The pods, a job array on CPU nodes. Each array element is a pod, an MPI world whose ranks run sandboxes. Other keys
+    are options of sbatch, by their long names, such as ``constraint``."""
 
     partition: str | None = None
     """CPU partition, or a comma-separated list from which Slurm chooses. Default: the site's."""
@@ -118,8 +198,6 @@ class PodsConfig(Section):
     setup: ShellLines = ()
     """Shell lines that pods and the gather job run after ``slurm.setup``. ``export MEGAFLOW_PYTHON=…`` selects the
     interpreter for nodes of another architecture."""
-    extra: dict[str, Any] = Field(default_factory=dict)
-    """Additional sbatch options by name."""
 
     @field_validator("ranks_per_node", mode="before")
     @classmethod
@@ -142,8 +220,9 @@ class PodsConfig(Section):
         return self.count + sum(pool.count for pool in self.pools if not pool.cluster)
 
 
-class ServersConfig(Section):
-    """The engine servers, a job array on GPU nodes. Each array element is a server."""
+class ServersConfig(JobSection):
+    """The engine servers, a job array on GPU nodes. Each array element is a server. Other keys are options of sbatch,
+    by their long names, such as ``constraint``."""
 
     partition: str | None = None
     """GPU partition. Default: the site's default partition."""
@@ -158,12 +237,11 @@ class ServersConfig(Section):
     setup: ShellLines = ()
     """Shell lines that servers run after ``slurm.setup``. ``export MEGAFLOW_PYTHON=…`` selects the interpreter for
     nodes of another architecture."""
-    extra: dict[str, Any] = Field(default_factory=dict)
-    """Additional sbatch options by name."""
 
 
-class TrainerConfig(Section):
-    """The trainer's job. Slurm requeues it, and it continues from its last commit."""
+class TrainerConfig(JobSection):
+    """The trainer's job. Slurm requeues it, and it continues from its last commit. Other keys are options of sbatch, by
+    their long names, such as ``constraint``."""
 
     kind: Literal["own", "veomni"] = "own"
     """Training backend. ``own``: transformers and this package. ``veomni``: VeOmni with its kernels, installed in the
@@ -186,8 +264,6 @@ class TrainerConfig(Section):
     setup: ShellLines = ()
     """Shell lines that trainers run after ``slurm.setup``. ``export MEGAFLOW_PYTHON=…`` and
     ``MEGAFLOW_TRAINER_PYTHON=…`` select interpreters for nodes of another architecture."""
-    extra: dict[str, Any] = Field(default_factory=dict)
-    """Additional sbatch options by name."""
 
     @model_validator(mode="after")
     def _type_of_gpus(self) -> TrainerConfig:
@@ -196,11 +272,11 @@ class TrainerConfig(Section):
         return self
 
 
-class SlurmConfig(Section):
-    """Resources that jobs request from Slurm."""
+class SlurmConfig(JobSection):
+    """Resources that jobs request from Slurm. Other keys are options of sbatch for every job, by their long names, such as
+    ``account`` (default: the user's default account), ``qos`` and ``reservation``. Options in ``pods``, ``servers``,
+    ``trainer`` and ``gather`` take precedence."""
 
-    account: str | None = None
-    """Account to charge. Default: the user's default account."""
     setup: ShellLines = ()
     """Shell lines that every job runs first, such as ``module load apptainer``. Exported variables override values
     of the planning machine, such as ``MEGAFLOW_SCRATCH``."""
@@ -208,8 +284,6 @@ class SlurmConfig(Section):
     """Refuse campaigns whose resources this site seems to lack. With false, print warnings and submit. Use false if
     QOS, constraints or a submit plugin select partitions, or if login nodes lack software of the compute nodes.
     Default: true."""
-    extra: dict[str, Any] = Field(default_factory=dict)
-    """Additional sbatch options for every job, by name."""
     together: bool = False
     """Run the engines and one pod in one heterogeneous job instead of two arrays, so that they start together. Default:
     false."""
@@ -235,14 +309,7 @@ class SlurmConfig(Section):
     a pod on one node, at most 8."""
 
     @model_validator(mode="after")
-    def _one_cluster(self) -> SlurmConfig:
-        extras = [self.extra, self.pods.extra, self.servers.extra, self.trainer.extra, self.gather]
-        extras += [pool.extra for pool in self.pods.pools]
-        for name in sorted({name for extra in extras for name in extra}):
-            if name.strip("-") in ("M", "cluster", "clusters"):
-                raise ValueError(f"extra: {name!r}: pods at another cluster are slurm.pods.pools: [{{cluster: NAME}}]")
-            if len(name.strip("-")) == 1:  # sbatch would get --t=10
-                raise ValueError(f"extra: {name!r}: write the option's long name, such as time for t")
+    def _one_job(self) -> SlurmConfig:
         if self.together and self.servers.setup:
             raise ValueError(
                 "servers.setup: with together: true, pods and engines are one job; move the lines to setup"
@@ -272,7 +339,8 @@ class SlurmConfig(Section):
         if not isinstance(value, dict):
             return value
         if "extra" in value:
-            raise ValueError("extra: write its options directly into slurm.gather")
+            raise ValueError("extra: write its options directly into the section, such as qos: long")
+        _check_options(value)
         try:
             _walltime(value.get("time"))
         except ValueError as error:

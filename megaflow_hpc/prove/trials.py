@@ -52,10 +52,15 @@ SLOW_VISIBLE_S = 10.0
 CLOCK_S = 5.0
 """Clock difference in seconds above which logs of two nodes become confusing."""
 OWN_OPTIONS = ("time", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task")
-"""sbatch options that each trial sets itself. They are dropped from ``extra`` in the user's campaign file."""
+"""sbatch options that each trial sets itself. They are dropped from the user's campaign file."""
 KEPT = ("site", "share", "environment", "slurm")
 """Keys of the user's campaign file that every trial copies."""
 ANSWERS = [f"I write it.\n\n```bash\n{work.SOLUTION}\n```", "Done."]
+
+
+def _without_own(section: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns a section without options that would override the trial's."""
+    return {key: value for key, value in (section or {}).items() if script.option_name(key) not in OWN_OPTIONS}
 
 
 @dataclass
@@ -114,14 +119,11 @@ class ProofSite:
         fields = {key: self.own[key] for key in KEPT if self.own.get(key)}
         environment = dict(fields.get("environment") or {})
         environment["images"] = {**(environment.get("images") or {}), work.IMAGE: self.image}
-        slurm = dict(fields.get("slurm") or {})
-        pods = {key: value for key, value in (slurm.get("pods") or {}).items() if key not in ("pools", "count")}
+        slurm = _without_own(fields.get("slurm"))
+        pods = {key: value for key, value in _without_own(slurm.get("pods")).items() if key not in ("pools", "count")}
         pods |= {"nodes": nodes, "ranks_per_node": 2, "cpus_per_rank": 1, "slots_per_rank": slots}
         pods["time"] = self.walltime(time * 60)
         slurm["pods"] = pods
-        for section in (slurm, pods):  # these options would override the trial's
-            extra = section.get("extra") or {}
-            section["extra"] = {k: value for k, value in extra.items() if script.option_name(k) not in OWN_OPTIONS}
         slurm.pop("together", None)
         tasks = [{"path": "megaflow_hpc.prove.work:ProofTask", "limit": rollouts}]
         return fields | {"name": f"prove-{name}", "tasks": tasks, "environment": environment, "slurm": slurm}
@@ -184,7 +186,7 @@ def submit_nodes(proof: ProofSite, name: str, arguments: str, nodes: int, nodeli
     folder = proof.folder / name
     (folder / "shared").mkdir(parents=True)
     config = proof.campaign.config
-    keep = ("account", "partition", "mem", *config.slurm.extra, *config.slurm.pods.extra)
+    keep = ("partition", "mem", *config.slurm.extra, *config.slurm.pods.extra)
     pod = script.pod_job(config, RunDir(folder), 1)
     options = {key: value for key, value in pod.options.items() if key in keep}
     options |= {"job-name": "prove-nodes", "nodes": nodes, "ntasks-per-node": 1, "cpus-per-task": 2}
@@ -420,7 +422,7 @@ def _preempt(proof: ProofSite, run: Run, options: list[str]) -> None:
 
 REQUEUE = (
     "ask the site whether jobs may requeue themselves (JobRequeue of slurm.conf), and remove no-requeue from "
-    "slurm.extra; until then keep megaflow-hpc run open: it submits new jobs instead"
+    "slurm; until then keep megaflow-hpc run open: it submits new jobs instead"
 )
 QUEUED = "wait longer (--wait), or name a partition with idle nodes; squeue --me --start says when jobs may start"
 REMEDIES = {

@@ -46,10 +46,9 @@ environment: {network: gateway, images: {name: docker://name}}
 slurm:
   account: null
   setup: []
-  extra: {}
   pods: {partition: null, count: 1, nodes: 1, ranks_per_node: null, slots_per_rank: null, cpus_per_rank: null,
-         mem_gb: null, time: null, extra: {}}
-  servers: {partition: null, time: null, extra: {}}
+         mem_gb: null, time: null}
+  servers: {partition: null, time: null}
 limits: {core_hours: null, gpu_hours: null, wall: null}
 """
 """Keys that other programs write. They change only with a migration."""
@@ -60,6 +59,23 @@ def test_the_stable_part_of_the_campaign_file_is_read(tmp_path: Path) -> None:
     assert campaign.model is not None
     assert campaign.model.servers == (1, 4)
     assert campaign.slurm.pods.ranks_per_node == 2
+
+
+def test_options_of_sbatch_are_keys_of_their_section_and_stay_so_in_a_run() -> None:
+    options = {"account": "lab", "mem_per_cpu": "2G", "disable-turbomode": True, "image": "a plugin's"}
+    fields = {"name": "x", "tasks": "t", "agent": "nop", "slurm": {**options, "pods": {"qos": "long", "time": 5}}}
+    campaign = config.parse(fields)
+    assert (campaign.slurm.extra, campaign.slurm.pods.extra) == (options, {"qos": "long"})
+    stored = campaign.model_dump(mode="json")
+    assert stored["slurm"]["mem_per_cpu"] == "2G"
+    assert config.parse(stored) == config.resolved(config.CampaignConfig, stored) == campaign
+
+
+def test_options_of_sbatch_in_a_run_of_an_earlier_version_are_read() -> None:
+    slurm = {"account": "lab", "extra": {"qos": "low"}, "layout": "arrays", "pods": {"extra": {"nice": 5}, "zone": 1}}
+    campaign = config.resolved(config.CampaignConfig, {"name": "x", "tasks": ["t"], "agent": ["nop"], "slurm": slurm})
+    assert campaign.slurm.extra == {"account": "lab", "qos": "low"}
+    assert campaign.slurm.pods.extra == {"nice": 5}
 
 
 def test_a_list_of_agents_gives_a_policy_each(tmp_path: Path) -> None:
@@ -150,7 +166,23 @@ def test_a_time_is_text_and_not_a_number_to_base_60(tmp_path: Path) -> None:
         ),
         (
             MINIMAL + "slurm: {gather: {extra: {mem: 8G}}}\n",
-            "campaign.yaml:4: slurm.gather: extra: write its options directly into slurm.gather",
+            "campaign.yaml:4: slurm.gather: extra: write its options directly into the section, such as qos: long",
+        ),
+        (
+            MINIMAL + "slurm: {pods: {extra: {mem: 8G}}}\n",
+            "campaign.yaml:4: slurm.pods: extra: write its options directly into the section, such as qos: long",
+        ),
+        (
+            MINIMAL + "slurm:\n  constrain: gpu\n",
+            "campaign.yaml:5: unknown key 'slurm.constrain'; did you mean 'constraint'?",
+        ),
+        (
+            MINIMAL + "slurm: {pods: {rank_per_node: 3}}\n",
+            "campaign.yaml:4: unknown key 'slurm.pods.rank_per_node'; did",
+        ),
+        (
+            MINIMAL + "slurm: {pods: {cpus-per-rank: 3}}\n",
+            "campaign.yaml:4: unknown key 'slurm.pods.cpus-per-rank'; did",
         ),
         (MINIMAL + "slurm: {gather: {time: soon}}\n", "campaign.yaml:4: slurm.gather: time 'soon' is not a time"),
         (MINIMAL + "slurm: {pods: {time: soon}}\n", "campaign.yaml:4: slurm.pods.time 'soon': 'soon' is not a time"),

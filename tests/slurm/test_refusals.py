@@ -264,9 +264,9 @@ def test_lead_time_and_srun_options_come_from_the_campaign_file() -> None:
         ({"srun": ["-lW0"]}, "the jobs set --wait themselves"),
         ({"srun": ["-K1"]}, "the jobs set --kill-on-bad-exit themselves"),
         ({"srun": ["--cpus-per-t=1"]}, "the jobs set --cpus-per-task themselves"),
-        ({"extra": {"t": "10"}}, "extra: 't': write the option's long name"),
-        ({"pods": {"extra": {"-G": 1}}}, "extra: '-G': write the option's long name"),
-        ({"gather": {"p": "cpu"}}, "extra: 'p': write the option's long name"),
+        ({"t": "10"}, "slurm: t: write the option's long name"),
+        ({"pods": {"-G": 1}}, "slurm.pods: -G: write the option's long name"),
+        ({"gather": {"p": "cpu"}}, "slurm.gather: p: write the option's long name"),
     ):
         with pytest.raises(ConfigError, match=why):
             config.parse({"name": "x", "tasks": "t/*", "agent": "oracle", "slurm": wrong})

@@ -293,11 +293,11 @@ def check_sharing(config: CampaignConfig, where: Where) -> None:
 
 
 GPU_OPTIONS = ("gres", "gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket")
-"""sbatch options that request GPUs. In ``extra``, they override ``gpus`` and ``gpu_type``."""
+"""sbatch options that request GPUs. In ``slurm``, they override ``gpus`` and ``gpu_type``."""
 
 
 def check_gpu_types(config: CampaignConfig, where: Where) -> None:
-    """Checks that no sbatch option in an ``extra`` section overrides a ``gpu_type``.
+    """Checks that no sbatch option overrides a ``gpu_type``.
 
     Raises:
         Mistakes: An option would override the requested type.
@@ -313,12 +313,13 @@ def check_gpu_types(config: CampaignConfig, where: Where) -> None:
     for key, gpu_type, role, extra in typed:
         if not gpu_type:
             continue
-        for section, options in (("slurm.extra", slurm.extra), (f"slurm.{role}.extra", extra)):
+        for section, options in (("slurm", slurm.extra), (f"slurm.{role}", extra)):
             for name, value in options.items():
                 if option_name(name) in GPU_OPTIONS:
+                    option = f"{section}.{name}"
                     conflicts.append(
-                        f"{where(section)}: {section}: {name}: {value}: replaces {key}.gpu_type: {gpu_type}; write "
-                        "gpus and gpu_type, or this option alone"
+                        f"{where(option)}: {option}: {value}: replaces {key}.gpu_type: {gpu_type}; write gpus and "
+                        "gpu_type, or this option alone"
                     )
     if conflicts:
         raise Mistakes(conflicts)
