@@ -107,6 +107,17 @@ class CampaignConfig(Section):
         _check_distinct(agents)
         return agents
 
+    @model_validator(mode="before")
+    @classmethod
+    def _earlier_keys(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reads keys of a run that an earlier version planned."""
+        if info.context != STORED:
+            return value
+        fields, trainer = dict(value), value.get("slurm", {}).get("trainer", {})
+        if fields.get("training") and trainer.get("kind", "own") != "own":
+            fields["training"] = {**fields["training"], "trainer": trainer["kind"]}
+        return fields
+
     @model_validator(mode="after")
     def _policies(self) -> CampaignConfig:
         if self.is_pool:
@@ -191,7 +202,7 @@ class CampaignConfig(Section):
             check_trained(self.training, models, "models.{}" if self.models else "model")
             if info.context != STORED:  # a campaign of an earlier version stated the limit elsewhere
                 check_limits(self.training, models)
-            check_engine(self.training, self.slurm.trainer.kind)
+            check_engine(self.training)
             mixed = [name for name, policy in self.training.policies.items() if policy.mix_agents]
             if self.team and 0 < len(mixed) < len(self.training.policies):
                 raise ValueError(

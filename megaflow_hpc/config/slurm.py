@@ -98,7 +98,7 @@ SBATCH_OPTIONS = tuple(
     threads-per-core time time-min tmp tres-bind tres-per-task uid use-min-nodes wait-all-nodes wckey
     """.split()
 )
-"""Options of sbatch. Sites add options by plugins, so other names are options too unless they resemble a known name."""
+"""Options of sbatch. Plugins of a site add options: names with a dash that resemble no known name, or any after ``--``."""
 
 
 def _describe_job(schema: dict[str, Any], model: type[Section]) -> None:
@@ -143,10 +143,10 @@ class JobSection(Section):
         if not isinstance(name, str) or not name.strip("-"):
             return False
         option = name.strip("-").replace("_", "-")
-        if option in SBATCH_OPTIONS or len(option) == 1:
+        if option in SBATCH_OPTIONS or len(option) == 1 or name.startswith("--"):
             return True
         known = [*(field.replace("_", "-") for field in cls.model_fields), *SBATCH_OPTIONS]
-        return "_" not in name and not difflib.get_close_matches(option, known, 1, 0.75)
+        return "-" in name and "_" not in name and not difflib.get_close_matches(option, known, 1, 0.75)
 
     @model_serializer(mode="wrap")
     def _flat(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -243,9 +243,6 @@ class TrainerConfig(JobSection):
     """The trainer's job. Slurm requeues it, and it continues from its last commit. Other keys are options of sbatch, by
     their long names, such as ``constraint``."""
 
-    kind: Literal["own", "veomni"] = "own"
-    """Training backend. ``own``: transformers and this package. ``veomni``: VeOmni with its kernels, installed in the
-    trainer's environment. Both use the same checkpoints. Default: ``own``."""
     partition: str | None = None
     """GPU partition. Default: ``servers.partition``."""
     nodes: int = Field(1, ge=1)

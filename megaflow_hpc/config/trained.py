@@ -125,21 +125,19 @@ def check_limits(
             )
 
 
-def check_engine(training: TrainingConfig, kind: str) -> None:
-    """Checks that a trainer (``slurm.trainer.kind``) supports the training settings.
+def check_engine(training: TrainingConfig) -> None:
+    """Checks that the trainer supports the training settings.
 
     Raises:
         ValueError: A setting is not supported. The message names the key.
     """
-    if kind == "own":
+    if training.trainer != "veomni":
         return
-    if training.trainer:
-        raise ValueError(f"slurm.trainer.kind: {kind}: training.trainer is a trainer of its own; leave one of them out")
     for name, policy in training.policies.items():
         if policy.parallel.tensor > 1:
             raise ValueError(
-                f"training.policies.{name}.parallel.tensor: {kind} has no tensor parallelism; leave it out, or write "
-                "slurm.trainer.kind: own"
+                f"training.policies.{name}.parallel.tensor: veomni has no tensor parallelism; leave it out, or "
+                "write training.trainer: own"
             )
 
 

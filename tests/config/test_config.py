@@ -62,7 +62,7 @@ def test_the_stable_part_of_the_campaign_file_is_read(tmp_path: Path) -> None:
 
 
 def test_options_of_sbatch_are_keys_of_their_section_and_stay_so_in_a_run() -> None:
-    options = {"account": "lab", "mem_per_cpu": "2G", "disable-turbomode": True, "image": "a plugin's"}
+    options = {"account": "lab", "mem_per_cpu": "2G", "disable-turbomode": True, "--image": "a plugin's"}
     fields = {"name": "x", "tasks": "t", "agent": "nop", "slurm": {**options, "pods": {"qos": "long", "time": 5}}}
     campaign = config.parse(fields)
     assert (campaign.slurm.extra, campaign.slurm.pods.extra) == (options, {"qos": "long"})

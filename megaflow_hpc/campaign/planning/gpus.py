@@ -12,6 +12,7 @@ from typing import Any
 
 from megaflow_hpc.campaign.planning.model_paths import Where
 from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.config.sections import Method
 from megaflow_hpc.config.training import PolicyTraining
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.slurm.script import option_name
@@ -114,9 +115,10 @@ def fit_of(config: CampaignConfig, name: str, model: Path, gpus: int | None = No
     """
     assert config.training
     trainer = config.slurm.trainer
-    if trainer.kind != "own":
+    if config.training.trainer != "own":
         raise ConfigError(
-            f"slurm.trainer.kind: {trainer.kind}: memory is predicted for this package's own trainer only; write own"
+            f"training.trainer: {config.training.trainer}: memory is predicted for this package's own trainer only; "
+            "write own"
         )
     settings, memory = config.training.policies[name], gpu_memory(trainer.gpu_type)
     shape = ModelShape.read(model)
@@ -150,7 +152,7 @@ def check_memory(config: CampaignConfig, base: Path, where: Where) -> list[str]:
         Mistakes: A layout is impossible, or a policy does not fit. Each message suggests changes that would fit.
     """
     mistakes, warnings, training = list[str](), list[str](), config.training
-    if training is None or training.trainer:
+    if training is None or isinstance(training.trainer, Method):
         return warnings  # the user's own function trains
     trainer = config.slurm.trainer
     for name, settings in training.policies.items():
