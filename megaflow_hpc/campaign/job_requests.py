@@ -211,7 +211,7 @@ def _too_short(config: CampaignConfig, key: str, job: script.Job) -> Iterator[st
     leads = {"pods": config.slurm.lead_s, "servers": script.WARN_S, "trainer": script.TRAINER_WARN_S}
     time_s, lead = walltime_s(job.named), leads.get(job.role, 0)
     if time_s is not None and time_s <= lead:
-        what = "slurm.lead_s" if job.role == "pods" else "the time reserved for its end"
+        what = "its signal before the end" if job.role == "pods" else "the time reserved for its end"
         yield f"{key}.time: {time_s:.0f} s, and {what} is {lead} s: the job would end as it starts; request more time"
 
 

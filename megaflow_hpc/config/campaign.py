@@ -65,7 +65,8 @@ class CampaignConfig(Section):
     models: dict[str, ModelConfig] = Field(default_factory=dict)
     """Models of a campaign with several policies, keyed by policy name."""
     team: TeamConfig | None = None
-    """Roles of the models in one rollout. Default: none; each policy runs rollouts of its own."""
+    """Roles of the models in one rollout, by name. An agent calls a role by passing its name as the ``model`` of a
+    request. The agent of the first role runs the rollouts. Default: none; each policy runs rollouts of its own."""
     pool: EnginePoolConfig | None = None
     """Rules for sharing the servers of this engine pool."""
     environment: EnvironmentConfig = EnvironmentConfig()
@@ -114,6 +115,10 @@ class CampaignConfig(Section):
         if info.context != STORED:
             return value
         fields, trainer = dict(value), value.get("slurm", {}).get("trainer", {})
+        if lead_s := value.get("slurm", {}).get("lead_s"):
+            pods = value["slurm"]["pods"]
+            options = {"signal": f"B:USR2@{lead_s}", **pods["extra"]}
+            fields["slurm"] = {**value["slurm"], "pods": {**pods, "extra": options}}
         if fields.get("training") and trainer.get("kind", "own") != "own":
             fields["training"] = {**fields["training"], "trainer": trainer["kind"]}
         return fields
@@ -153,7 +158,7 @@ class CampaignConfig(Section):
             titles = {agent.short_title for agent in self.policies()[self.team.owning_policy].agents}
             if len(titles) > 1 and (same := self.team.roles.keys() & titles):
                 raise ValueError(
-                    f"team.roles: {min(same)!r} is also the name of an agent, and both have a metric of that name; "
+                    f"team: {min(same)!r} is also the name of an agent, and both have a metric of that name; "
                     "rename the role, or give the agent another name (as)"
                 )
         for name in self.models:

@@ -41,7 +41,7 @@ NODE_MINUTES = 8
 CAMPAIGN_MINUTES = 15
 """Walltime in minutes of most trials, excluding the time that a pod gets to drain."""
 USABLE_S = 75
-"""Minimum walltime in seconds of the walltime trial's pod, excluding ``slurm.lead_s``. A pod that starts slowly
+"""Minimum walltime in seconds of the walltime trial's pod, excluding ``slurm.pods.signal``. A pod that starts slowly
 still has time to store a rollout."""
 WAIT_S = 15.0
 """Duration in seconds of each rollout of the walltime trial."""
@@ -113,7 +113,7 @@ class ProofSite:
         """Returns the fields of a trial's campaign, with the site settings of the user's campaign.
 
         Args:
-            time: Minutes until the pod drains. Its walltime is longer by ``slurm.lead_s``.
+            time: Minutes until the pod drains. Its walltime is longer by ``slurm.pods.signal``.
             slots: Concurrent rollouts of each worker rank.
         """
         fields = {key: self.own[key] for key in KEPT if self.own.get(key)}
@@ -196,7 +196,7 @@ def submit_nodes(proof: ProofSite, name: str, arguments: str, nodes: int, nodeli
     lines += [f"#SBATCH {script.option(key, value)}" for key, value in options.items() if value not in (None, False)]
     step = f'"$MEGAFLOW_PYTHON" -m megaflow_hpc.prove.node {arguments} {shlex.quote(str(folder / "shared"))}'
     lines += ["role=pods", f". {shlex.quote(str(proof.environment_script()))}"]  # the pods' own set-up, too
-    lines += [f"srun --mpi=none --export=ALL --wait=0 ${{megaflow_srun:-}} {step}"]
+    lines += [f"srun --mpi=none --export=ALL --wait=0 {step}"]
     write_atomic(folder / "job.sh", "\n".join(lines) + "\n")
     return proof.submit(str(folder / "job.sh")), folder
 

@@ -69,7 +69,7 @@ def cpus_per_gpu(config: CampaignConfig, run: RunDir, group: ServerGroup) -> int
     limits forbid the default."""
     servers = config.slurm.servers
     extra = {**config.slurm.extra, **servers.extra}
-    if servers.cpus_per_gpu or not group.gpus:
+    if not group.gpus:
         return None
     return _default_cpus_per_gpu(
         extra, lambda n: server_job(config, run, 1, group.gpus, nodes=group.nodes, cpus_per_gpu=n)
@@ -80,7 +80,7 @@ def trainer_jobs(config: CampaignConfig, run: RunDir, policies: Collection[str] 
     """Yields one trainer job for each trained policy, or only for those in ``policies`` if given."""
     trainer = config.slurm.trainer
     cpus = None
-    if config.training and trainer.gpus and not config.slurm.servers.cpus_per_gpu:
+    if config.training and trainer.gpus:
         extra = {**config.slurm.extra, **trainer.extra}
         cpus = _default_cpus_per_gpu(extra, lambda n: trainer_job(config, run, "any", n))
     for policy in config.training.policies if config.training else ():

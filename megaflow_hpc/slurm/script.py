@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from importlib import resources
 from typing import Any, Literal
 
-from megaflow_hpc.config import CampaignConfig, PodPoolConfig
+from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.config.slurm import CPUS_PER_RANK, LEAD_S, PodsConfig, ServersConfig, TrainerConfig
 from megaflow_hpc.rundir.layout import RunDir
 
@@ -189,12 +189,19 @@ def _requests(
     return {**own, **config.slurm.extra, **_given(own), **section.extra}
 
 
+def _with_cpus(options: dict[str, Any], gpus: int, default: int | None) -> dict[str, Any]:
+    """Replaces ``cpus-per-gpu`` by CPUs per task, which the scripts pass on to ``srun``."""
+    given = [options.pop(name) for name in list(options) if option_name(name) == "cpus-per-gpu"]
+    each = given[-1] if given else default
+    return {**options, "cpus-per-task": options.get("cpus-per-task") or (each and each * max(1, gpus))}
+
+
 def pod_job(
     config: CampaignConfig,
     run: RunDir,
     count: int | None = None,
     dependency: str | None = None,
-    pool: PodPoolConfig | None = None,
+    pool: PodsConfig | None = None,
     throttle: int | None = None,
 ) -> Job:
     """Returns a pod array. Each element is one MPI world on ``pods.nodes`` nodes.
@@ -253,19 +260,18 @@ def server_job(
         gpu_type: Slurm's name for the GPU type. Default: any type.
     """
     servers = config.slurm.servers
-    each = servers.cpus_per_gpu or cpus_per_gpu
     options = {
         **_common(config, run, "server"),
         "nodes": nodes,
         "ntasks": nodes,
         "ntasks-per-node": 1 if nodes > 1 else None,
         "gres": _gpus(gpus, gpu_type),
-        "cpus-per-task": each and each * max(1, gpus),
         "signal": f"B:USR2@{WARN_S}",
         "requeue": True,
         "hold": held,
         **_requests(config, servers, servers.partition, servers.mem_gb),
     }
+    options = _with_cpus(options, gpus, cpus_per_gpu)
     base = first if largest is not None and first + elements - 1 > largest else 0
     return Job("servers", options, elements, first - base, base, run=str(run))
 
@@ -331,18 +337,18 @@ def trainer_job(config: CampaignConfig, run: RunDir, policy: str, cpus_per_gpu: 
         cpus_per_gpu: CPUs per GPU if the campaign does not set them. Default: Slurm's default.
     """
     trainer, servers = config.slurm.trainer, config.slurm.servers
-    each = servers.cpus_per_gpu or cpus_per_gpu
+    given = {option_name(name): value for name, value in servers.extra.items()}
     options = {
         **_common(config, run, "trainer"),
         "output": str(run.logs / "trainer-%j.log"),
         "nodes": trainer.nodes,
         "ntasks-per-node": 1,
         "gres": _gpus(trainer.gpus, trainer.gpu_type),
-        "cpus-per-task": each and each * max(1, trainer.gpus),
         "signal": f"B:USR2@{TRAINER_WARN_S}",
         "requeue": True,
         **_requests(config, trainer, trainer.partition or servers.partition, trainer.mem_gb),
     }
+    options = _with_cpus(options, trainer.gpus, given.get("cpus-per-gpu", cpus_per_gpu))
     return Job("trainer", options, run=str(run), policy=policy)
 
 

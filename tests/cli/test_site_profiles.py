@@ -102,6 +102,8 @@ def test_a_whole_campaign_is_planned_with_a_profile_and_each_job_asks_for_its_pa
         assert "#SBATCH --account=project" in script
         fields = () if role == "gather" else type(getattr(loaded.slurm, role)).model_fields
         expected = {name: value for name, value in section.items() if name == "partition" or name not in fields}
+        if cpus := expected.pop("cpus-per-gpu", None):  # of the model's four GPUs
+            expected["cpus-per-task"] = 4 * cpus
         for option, value in expected.items():
             assert value is None or f"#SBATCH --{option}={value}" in script, role
     done = megaflow("plan", campaign)

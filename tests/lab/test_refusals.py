@@ -162,11 +162,11 @@ def test_options_that_switch_requeues_off_are_named_when_planning(lab: Lab, make
 
 
 def test_a_walltime_shorter_than_the_lead_is_refused_before_anything_is_queued(lab: Lab, make_campaign: Make) -> None:
-    path = make_campaign(1, section(more="  lead_s: 1200\n"), agent="oracle")
+    path = make_campaign(1, section().replace("time: 20", "time: 20, signal: B:USR2@1200"), agent="oracle")
     before = lab.slurm("squeue", "-h", "-o", "%A")
     done = cli("run", path)
     assert done.returncode == 2
-    assert "slurm.pods.time: 1200 s, and slurm.lead_s is 1200 s" in done.stderr
+    assert "slurm.pods.time: 1200 s, and its signal before the end is 1200 s" in done.stderr
     assert set(lab.slurm("squeue", "-h", "-o", "%A").split()) <= set(before.split())
 
 

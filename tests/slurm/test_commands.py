@@ -329,7 +329,7 @@ def test_doctor_warns_where_an_engine_gets_one_core(prints: Print) -> None:
         ("ok", "mixed"),
         ("warn", "ones"),
     ]
-    assert found[2].remedy == "set slurm.servers.cpus_per_gpu"
+    assert found[2].remedy == "set slurm.servers.cpus-per-gpu"
 
 
 def test_a_partition_that_is_not_there_is_refused_with_those_that_are(prints: Print) -> None:

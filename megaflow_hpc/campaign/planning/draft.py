@@ -102,7 +102,7 @@ class Draft:
     @property
     def servers(self) -> list[ServerRecord]:
         """Policy and model of each element of the engine array, by index. Services of the campaign come last."""
-        servers = list_servers(self.policies, sleeping(self.config), self.config.slurm.srun)
+        servers = list_servers(self.policies, sleeping(self.config))
         return [*servers, *list_services(self.config, self.tasks, self.image_files)]
 
     @property
@@ -355,14 +355,11 @@ def whole_groups(config: CampaignConfig) -> bool:
     return bool(scheduling.spare or scheduling.signal_after)
 
 
-def list_servers(
-    policies: dict[str, Policy], sleeping: Mapping[str, int] | None = None, srun: Sequence[str] = ()
-) -> list[ServerRecord]:
+def list_servers(policies: dict[str, Policy], sleeping: Mapping[str, int] | None = None) -> list[ServerRecord]:
     """Returns the elements of the engine array, sorted by resources. Each policy gets its maximum number of servers.
 
     Args:
         sleeping: Sleep level of each policy whose server runs in the trainer's job. These servers come last.
-        srun: Additional srun options for engines that span several nodes.
     """
     servers = [
         ServerRecord(name, model.model_dump(mode="json", exclude={"agent", "also"}), held=number >= least)
@@ -373,8 +370,6 @@ def list_servers(
         for number in range(model.servers.max)
     ]
     for server in servers:
-        if srun and server.model["nodes"] > 1:
-            server.model["srun"] = list(srun)
         if level := (sleeping or {}).get(server.policy):
             server.model["sleep_level"], server.held = level, False
     return sorted(servers, key=_shape)

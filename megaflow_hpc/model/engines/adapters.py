@@ -53,7 +53,7 @@ def launch(model: Mapping[str, Any], policy: str, private: Path, seen: Iterable[
     if model.get("image") and result.command:
         result = in_image(result, model, private, seen)
     nodes = int(model.get("nodes") or 1)
-    return over_nodes(result, nodes, private, model.get("srun") or ()) if nodes > 1 else result
+    return over_nodes(result, nodes, private) if nodes > 1 else result
 
 
 def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:

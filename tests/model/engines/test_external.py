@@ -253,7 +253,7 @@ async def test_a_role_and_a_judge_may_each_be_a_rented_model(tmp_path: Path) -> 
                 "second": {**model, "path": "one"},
                 "grader": {**model, "path": "two", "judge": True, "price": [1e6, 2e6]},
             },
-            "team": {"roles": {"writer": "author", "checker": "second"}},
+            "team": {"writer": "author", "checker": "second"},
         }
         (tmp_path / "campaign.yaml").write_text(yaml.safe_dump(fields, sort_keys=False))
         result, done = await asyncio.to_thread(run_local, tmp_path / "campaign.yaml")

@@ -327,5 +327,5 @@ def test_the_campaign_file_takes_it_where_it_can_train():
     parse({**fields, "training": divided})
     with pytest.raises(ConfigError, match="'megatron'"):
         parse({**fields, "training": {**divided, "trainer": "megatron"}})
-    with pytest.raises(ConfigError, match="unknown key 'slurm.trainer.kind'"):
+    with pytest.raises(ConfigError, match=r"unknown key 'slurm\.trainer\.kind'"):
         parse({**fields, "slurm": {"trainer": {"kind": "veomni"}}})
