@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from megaflow_hpc.config.model import EnginePoolConfig, ModelConfig
+from megaflow_hpc.config.model import ModelConfig
 from megaflow_hpc.config.quotas import QuotasConfig
 from megaflow_hpc.config.reading import explain, explain_all, place_of, read_yaml
 from megaflow_hpc.config.sections import (
@@ -67,8 +67,9 @@ class CampaignConfig(Section):
     team: TeamConfig | None = None
     """Roles of the models in one rollout, by name. An agent calls a role by passing its name as the ``model`` of a
     request. The agent of the first role runs the rollouts. Default: none; each policy runs rollouts of its own."""
-    pool: EnginePoolConfig | None = None
-    """Rules for sharing the servers of this engine pool."""
+    pool: dict[str, Annotated[float, Field(gt=0)]] | None = None
+    """For an engine pool: relative share of engine time by login name, while requests are queued. ``share`` sets who
+    may use the servers, and ``quotas.in_flight`` a limit for each user. Default: 1 for everyone."""
     environment: EnvironmentConfig = EnvironmentConfig()
     """Sandboxes: images, network, limits."""
     services: dict[str, ServiceConfig] = Field(default_factory=dict)
@@ -115,6 +116,9 @@ class CampaignConfig(Section):
         if info.context != STORED:
             return value
         fields, trainer = dict(value), value.get("slurm", {}).get("trainer", {})
+        if isinstance((pool := value.get("pool") or {}).get("weights"), dict):
+            fields["pool"] = pool["weights"]
+            fields["quotas"] = {**value.get("quotas", {}), "in_flight": pool.get("in_flight")}
         if lead_s := value.get("slurm", {}).get("lead_s"):
             pods = value["slurm"]["pods"]
             options = {"signal": f"B:USR2@{lead_s}", **pods["extra"]}

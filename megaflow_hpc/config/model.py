@@ -1,7 +1,4 @@
-"""The ``model`` and ``pool`` sections: engines of a policy, and sharing of an engine pool.
-
-An engine pool is a campaign that only serves models, for other campaigns to use.
-"""
+"""The ``model`` section: the engines of a policy."""
 
 from __future__ import annotations
 
@@ -242,12 +239,3 @@ class ModelConfig(Section):
             self.model_copy(update=common),
             *(ModelConfig.model_validate({**dict(self), **common, **other}) for other in self.also),
         ]
-
-
-class EnginePoolConfig(Section):
-    """Rules for sharing an engine pool's servers. The top-level key ``share`` sets who may use the servers."""
-
-    in_flight: int | None = Field(None, ge=1)
-    """Concurrent requests per user at each server. Further requests wait. Default: no limit."""
-    weights: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
-    """Relative share of engine time by login name, while requests are queued. Default: 1 for everyone."""

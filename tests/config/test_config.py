@@ -71,6 +71,12 @@ def test_options_of_sbatch_are_keys_of_their_section_and_stay_so_in_a_run() -> N
     assert config.parse(stored) == config.resolved(config.CampaignConfig, stored) == campaign
 
 
+def test_an_engine_pool_of_an_earlier_version_is_read() -> None:
+    fields = {"name": "x", "model": {"path": "m"}, "pool": {"in_flight": 2, "weights": {"ada": 3}}}
+    campaign = config.resolved(config.CampaignConfig, fields)
+    assert (campaign.pool, campaign.quotas.in_flight) == ({"ada": 3}, 2)
+
+
 def test_options_of_sbatch_in_a_run_of_an_earlier_version_are_read() -> None:
     slurm = {"account": "lab", "extra": {"qos": "low"}, "layout": "arrays", "pods": {"extra": {"nice": 5}, "zone": 1}}
     campaign = config.resolved(config.CampaignConfig, {"name": "x", "tasks": ["t"], "agent": ["nop"], "slurm": slurm})
@@ -193,8 +199,8 @@ def test_a_time_is_text_and_not_a_number_to_base_60(tmp_path: Path) -> None:
         ),
         (MINIMAL + "limits: {wall: .inf}\n", "campaign.yaml:4: limits.wall inf: expected a number above 0"),
         (
-            MINIMAL + "pool:\n  weights:\n    a: 0\n",
-            "campaign.yaml:6: pool.weights.a 0: expected a number above 0",
+            MINIMAL + "pool:\n  a: 0\n",
+            "campaign.yaml:5: pool.a 0: expected a number above 0",
         ),
         (
             MINIMAL + "models: {a: {path: m, servers: {min: 1, max: 4}}}\n",

@@ -297,5 +297,5 @@ def training(fields: dict[str, Any]) -> TrainingConfig:
 
 def test_a_reward_that_nobody_gives_is_named_with_its_key() -> None:
     own = group((1, None, ("checker",)), (0, None, ("checker",)))
-    with pytest.raises(ConfigError, match=r"team.roles.checker.reward: no rollout has a reward 'right'.*gave: reward"):
+    with pytest.raises(ConfigError, match=r"team.checker.reward: no rollout has a reward 'right'.*gave: reward"):
         choose(training({}), [own], version=0, want=1, roles=BOTH)

@@ -15,7 +15,6 @@ from megaflow_hpc.campaign.planning.gpus import check_gpu_types, check_memory, c
 from megaflow_hpc.campaign.planning.model_paths import Where, absolute, absolute_training, check_models
 from megaflow_hpc.campaign.planning.own_code import check_agents, check_methods
 from megaflow_hpc.config import CampaignConfig, Policy
-from megaflow_hpc.config.model import EnginePoolConfig
 from megaflow_hpc.config.quotas import settle, site_caps
 from megaflow_hpc.config.sections import TaskSource, scaffold
 from megaflow_hpc.config.slurm import LIFTED
@@ -158,7 +157,7 @@ def read(
     else:
         draft.warnings += [line + LIFTED for line in unloadable]
     if config.is_pool:
-        draft.config = config.model_copy(update={"pool": config.pool or EnginePoolConfig()})
+        draft.config = config.model_copy(update={"pool": config.pool or {}})
         return draft
     with draft.noting():
         draft.own_code = check_agents(draft.policies, config.environment.network, base, where)
@@ -440,13 +439,14 @@ def _shape(server: ServerRecord) -> tuple[bool, int, int, str, bool]:
 
 
 def within_caps(config: CampaignConfig, servers: int, where: Where) -> CampaignConfig:
-    """Returns the campaign with its effective quotas. Where the campaign sets none, the site's caps apply."""
+    """Returns the campaign with its effective quotas. Where the campaign sets none, the site's caps apply.
+    Those of an engine pool are for each user, so they stay."""
     caps, source = site_caps()
     try:
         quotas = settle(config.quotas, config.slurm.pods, servers, caps, source)
     except ConfigError as error:
         raise ConfigError(f"{where('quotas')}: {error}") from None
-    return config.model_copy(update={"quotas": quotas})
+    return config if config.is_pool else config.model_copy(update={"quotas": quotas})
 
 
 def check_together(config: CampaignConfig, where: Where) -> None:
