@@ -136,7 +136,7 @@ class CampaignConfig(Section):
                 raise ValueError(f"models.{self.judges()[0]}.judge: an engine pool runs no verifiers; leave judge out")
             pools = [name for name, policy in self.policies().items() if policy.model and policy.model.pool]
             if pools:
-                raise ValueError(f"{', '.join(pools)}: an engine pool has servers of its own; leave model.pool out")
+                raise ValueError(f"{', '.join(pools)}: an engine pool has servers of its own; name another engine")
             return self
         if self.pool:
             raise ValueError("pool is for a campaign without tasks and agent; leave it out, or them")
@@ -236,6 +236,11 @@ class CampaignConfig(Section):
     def is_pool(self) -> bool:
         """True if the campaign only serves models to other campaigns."""
         return not self.tasks and not self.agent and bool(self.model or self.models)
+
+    @property
+    def pool_caps(self) -> dict[str, Any]:
+        """Limits of an engine pool's users at each server: ``in_flight``, and ``weights`` by login name."""
+        return {"in_flight": self.quotas.in_flight, "weights": self.pool or {}}
 
     @property
     def run_share(self) -> Literal["user", "group"]:

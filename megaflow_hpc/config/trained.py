@@ -68,7 +68,7 @@ def check_trained(
             )
         if model.judge:
             raise ValueError(f"training.policies.{name}: {where} is a judge, whose tokens are not recorded")
-        if model.engine not in LOADS_WEIGHTS or model.pool:
+        if model.engine not in LOADS_WEIGHTS:
             what = "an engine pool" if model.pool else f"engine {model.engine}"
             raise ValueError(f"training.policies.{name}: {where} is served by {what}, which loads no trained weights")
         if training.publish_delta and any(kind.nodes > 1 for kind in model.kinds()):

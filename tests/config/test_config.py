@@ -77,6 +77,15 @@ def test_an_engine_pool_of_an_earlier_version_is_read() -> None:
     assert (campaign.pool, campaign.quotas.in_flight) == ({"ada": 3}, 2)
 
 
+def test_models_of_an_earlier_version_are_read() -> None:
+    also = [{"engine": "external", "base_url": "http://h", "api": "gemini"}]
+    api = {"engine": "external", "base_url": "http://h", "api": "openai", "also": also}
+    fields = {"name": "x", "tasks": ["t"], "agent": ["nop"], "models": {"a": api, "b": {"pool": "/runs/p"}}}
+    models = config.resolved(config.CampaignConfig, fields).models
+    assert [kind.engine for kind in models["a"].kinds()] == ["openai", "gemini"]
+    assert (models["a"].is_external, models["b"].engine, models["b"].pool) == (True, "pool", "/runs/p")
+
+
 def test_options_of_sbatch_in_a_run_of_an_earlier_version_are_read() -> None:
     slurm = {"account": "lab", "extra": {"qos": "low"}, "layout": "arrays", "pods": {"extra": {"nice": 5}, "zone": 1}}
     campaign = config.resolved(config.CampaignConfig, {"name": "x", "tasks": ["t"], "agent": ["nop"], "slurm": slurm})
@@ -232,7 +241,7 @@ def test_a_walltime_in_which_nothing_can_run_is_refused(tmp_path: Path, section:
     [
         ("{path: m, thoughts: keep}", ""),
         ("{engine: external, base_url: http://h/v1, thoughts: keep}", ""),
-        ("{pool: p, thoughts: keep}", ""),
+        ("{engine: pool, path: p, thoughts: keep}", ""),
         ("{engine: sglang, path: m, thoughts: template}", ""),
         ("{engine: sglang, path: m, thoughts: keep}", "engine sglang; use vllm, or leave it out"),
         ("{path: m, thoughts: keep, also: [{engine: sglang}]}", "engine sglang; use vllm, or leave it out"),

@@ -197,7 +197,12 @@ def pooled(say: Findings, shared: Path, alice: Account, bob: Account, stranger: 
     outside = {what: how for what, how in found.items() if not what.startswith(f"{pool}/pool/")}
     say.say(f"{BOB} reads the pool's public part and nothing else", bool(found) and not outside, outside or "")
     file = campaign(
-        bob, "guest", 3, agent={"name": "mini-swe-agent", "max_turns": 4}, model={"pool": str(pool)}, samples=2
+        bob,
+        "guest",
+        3,
+        agent={"name": "mini-swe-agent", "max_turns": 4},
+        model={"engine": "pool", "path": str(pool)},
+        samples=2,
     )
     status, _, err = bob.cli("run", file, "--run-dir", bob.home / "guest-run", "--json")
     rows: list[Any] = []
