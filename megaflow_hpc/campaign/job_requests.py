@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.config.slurm import CPUS_PER_RANK, LIFTED
+from megaflow_hpc.config.slurm import CPUS_PER_RANK, LIFTED, option_name
 from megaflow_hpc.errors import ConfigError, Mistakes, SiteError
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.rundir.layout import RunDir
@@ -192,7 +192,7 @@ def _gpu_contradictions(config: CampaignConfig, groups: Sequence[ServerGroup], w
     for role, wanted_by, wanted, job in jobs:
         gpus_by_option = limits.gpu_requests(job.options)
         own: dict[str, Any] = getattr(slurm, role).extra
-        names = [script.option_name(name) for name in own]
+        names = [option_name(name) for name in own]
         others = {
             name: count for name, count in gpus_by_option.items() if not (wanted_by and wanted and count == wanted)
         }
@@ -326,4 +326,4 @@ def pod_options(config: CampaignConfig) -> dict[str, Any]:
 
 def named(options: Mapping[str, Any]) -> dict[str, Any]:
     """Converts the keys of options to sbatch's option names."""
-    return {script.option_name(name): value for name, value in options.items()}
+    return {option_name(name): value for name, value in options.items()}

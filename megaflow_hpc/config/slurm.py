@@ -85,7 +85,7 @@ SBATCH_OPTIONS = tuple(_OPTIONS.split())
 ``--``."""
 
 
-EARLIER_KEYS = {"account": "account", "cpus_per_gpu": "cpus-per-gpu"}
+EARLIER_KEYS = {"account": "account", "cpus_per_gpu": "cpus-per-gpu", "cluster": "clusters"}
 """Key of runs that an earlier version planned → option of sbatch."""
 
 
@@ -96,13 +96,20 @@ def _describe_job(schema: dict[str, Any], model: type[Section]) -> None:
     schema["x-options"] = list(SBATCH_OPTIONS)
 
 
+def option_name(name: str) -> str:
+    """Converts an option to sbatch's spelling: ``--qos`` → ``qos``, ``mem_per_cpu`` → ``mem-per-cpu``."""
+    return name.strip("-").replace("_", "-")
+
+
 def _check_options(options: dict[str, Any]) -> None:
     for name in sorted(map(str, options)):
-        if name.strip("-") in ("M", "cluster", "clusters"):
-            raise ValueError(f"{name}: pods at another cluster are slurm.pods.pools: [{{cluster: NAME}}]")
+        if name.strip("-") in ("M", "cluster"):
+            raise ValueError(f"{name}: pods at another cluster are slurm.pods.pools: [{{clusters: NAME}}]")
         if len(name.strip("-")) == 1:  # sbatch would get --t=10
             raise ValueError(f"{name}: write the option's long name, such as time for t")
-        if name.replace("_", "-") == "cpus-per-gpu" and not (isinstance(options[name], int) and options[name] > 0):
+        if option_name(name) == "clusters" and not re.fullmatch(r"[A-Za-z0-9_-]+", str(options[name])):
+            raise ValueError(f"{name}: {options[name]!r}: expected the name of one cluster")
+        if option_name(name) == "cpus-per-gpu" and not (isinstance(options[name], int) and options[name] > 0):
             raise ValueError(f"{name}: expected a whole number above 0")
 
 
@@ -132,7 +139,7 @@ class JobSection(Section):
     def _is_option(cls, name: Any) -> bool:
         if not isinstance(name, str) or not name.strip("-"):
             return False
-        option = name.strip("-").replace("_", "-")
+        option = option_name(name)
         if option in SBATCH_OPTIONS or len(option) == 1 or name.startswith("--"):
             return True
         known = [*(field.replace("_", "-") for field in cls.model_fields), *SBATCH_OPTIONS]
@@ -170,11 +177,9 @@ class PodsConfig(JobSection):
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Should be several times the duration of a rollout. Default: the
     partition's, or less if account or QOS allow less."""
     pools: tuple[PodsConfig, ...] = ()
-    """More pod arrays, in other partitions, accounts or clusters. An entry has ``count``, ``partition``, ``time``,
-    ``cluster`` and options of sbatch, and takes all else from ``slurm.pods``."""
-    cluster: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]+$")
-    """Of an entry of ``pools``: another Slurm cluster (``sbatch --clusters``), which must mount the run directory.
-    Default: the cluster of the login node."""
+    """More pod arrays, in other partitions, accounts or clusters. An entry has ``count``, ``partition``, ``time``
+    and options of sbatch, and takes all else from ``slurm.pods``. ``clusters`` names another Slurm cluster, which must
+    mount the run directory."""
     setup: ShellLines = ()
     """Shell lines that pods and the gather job run after ``slurm.setup``. ``export MEGAFLOW_PYTHON=…`` selects the
     interpreter for nodes of another architecture."""
@@ -189,10 +194,15 @@ class PodsConfig(JobSection):
     def _same_pods(cls, value: tuple[PodsConfig, ...]) -> tuple[PodsConfig, ...]:
         for pool in value:
             for name, field in cls.model_fields.items():
-                own = name in ("count", "partition", "time", "cluster", "extra")
+                own = name in ("count", "partition", "time", "extra")
                 if not own and getattr(pool, name) != field.get_default(call_default_factory=True):
                     raise ValueError(f"{name}: all pools have that of slurm.pods; leave it out")
         return value
+
+    @property
+    def cluster(self) -> str:
+        """Another cluster on which this pool runs (``clusters``). Empty for the login node's."""
+        return next((str(value) for name, value in self.extra.items() if option_name(name) == "clusters"), "")
 
     @property
     def ranks(self) -> int:
@@ -290,8 +300,9 @@ class SlurmConfig(JobSection):
 
     @model_validator(mode="after")
     def _one_job(self) -> SlurmConfig:
-        if self.pods.cluster:
-            raise ValueError("pods.cluster: write pods: {pools: [{cluster: NAME}]}")
+        for options in (self.extra, self.pods.extra, self.servers.extra, self.trainer.extra, self.gather):
+            if any(option_name(name) == "clusters" for name in options):
+                raise ValueError("clusters: pods at another cluster are slurm.pods.pools: [{clusters: NAME}]")
         if self.lead_s < MIN_LEAD_S:
             raise ValueError(f"signal: write B:USR2@SECONDS, at least {MIN_LEAD_S}, such as B:USR2@300")
         if self.together and self.servers.setup:

@@ -60,7 +60,7 @@ ANSWERS = [f"I write it.\n\n```bash\n{work.SOLUTION}\n```", "Done."]
 
 def _without_own(section: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns a section without options that would override the trial's."""
-    return {key: value for key, value in (section or {}).items() if script.option_name(key) not in OWN_OPTIONS}
+    return {key: value for key, value in (section or {}).items() if script.option(key, True)[2:] not in OWN_OPTIONS}
 
 
 @dataclass

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.config.slurm import option_name
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.atomic import make_directory, write_json
 from megaflow_hpc.host.locks import locked_if_supported
@@ -35,7 +36,7 @@ from megaflow_hpc.slurm import script, site
 from megaflow_hpc.slurm.fits import charged, seconds, timed
 from megaflow_hpc.slurm.ids import array_of, cluster_of, named, number, scancel
 from megaflow_hpc.slurm.limits import Allowance, Amounts, at_once, chunks, impossible, resource_caps
-from megaflow_hpc.slurm.script import GATHER_WARN_S, Job, option_name, pod_job, server_job, service_job, trainer_job
+from megaflow_hpc.slurm.script import GATHER_WARN_S, Job, pod_job, server_job, service_job, trainer_job
 
 if TYPE_CHECKING:
     from megaflow_hpc.slurm.submission import ArrayJob

@@ -14,9 +14,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from megaflow_hpc.config.slurm import option_name
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.slurm import limits, site
-from megaflow_hpc.slurm.script import Job, option_name
+from megaflow_hpc.slurm.script import Job
 from megaflow_hpc.slurm.site import Partition
 
 

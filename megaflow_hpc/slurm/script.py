@@ -15,7 +15,7 @@ from importlib import resources
 from typing import Any, Literal
 
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.config.slurm import CPUS_PER_RANK, LEAD_S, PodsConfig, ServersConfig, TrainerConfig
+from megaflow_hpc.config.slurm import CPUS_PER_RANK, LEAD_S, PodsConfig, ServersConfig, TrainerConfig, option_name
 from megaflow_hpc.rundir.layout import RunDir
 
 Role = Literal["pods", "servers", "trainer", "gather"]
@@ -126,11 +126,6 @@ def _engine_part(server: int) -> str:
     )
 
 
-def option_name(name: str) -> str:
-    """Converts an option to sbatch's spelling: ``--qos`` → ``qos``, ``mem_per_cpu`` → ``mem-per-cpu``."""
-    return name.strip("-").replace("_", "-")
-
-
 def option(name: str, value: Any) -> str:
     """Formats an sbatch option for ``#SBATCH`` lines and command lines."""
     name = option_name(name)
@@ -227,7 +222,7 @@ def pod_job(
         **_requests(config, pods, pods.partition, pods.mem_gb),
         **own,
     }
-    cluster = (pool.cluster if pool else None) or ""
+    cluster = pool.cluster if pool else ""
     if cluster:
         options |= {"clusters": cluster, "dependency": None}  # a job cannot depend on jobs of another cluster
     elements = count or (pool or pods).count

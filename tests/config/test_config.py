@@ -88,9 +88,11 @@ def test_models_of_an_earlier_version_are_read() -> None:
 
 def test_options_of_sbatch_in_a_run_of_an_earlier_version_are_read() -> None:
     slurm = {"account": "lab", "extra": {"qos": "low"}, "layout": "arrays", "pods": {"extra": {"nice": 5}, "zone": 1}}
+    slurm["pods"]["pools"] = [{"cluster": "far", "extra": {}}]
     campaign = config.resolved(config.CampaignConfig, {"name": "x", "tasks": ["t"], "agent": ["nop"], "slurm": slurm})
     assert campaign.slurm.extra == {"account": "lab", "qos": "low"}
     assert campaign.slurm.pods.extra == {"nice": 5}
+    assert campaign.slurm.pods.pools[0].cluster == "far"
 
 
 def test_a_list_of_agents_gives_a_policy_each(tmp_path: Path) -> None:

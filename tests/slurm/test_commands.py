@@ -636,7 +636,7 @@ def test_every_kind_of_job_without_a_time_asks_for_what_is_allowed_where_the_def
         "training": {"policies": {"default": {}}},
         "slurm": {
             "account": "proj",
-            "pods": {"partition": "cpu", "pools": [*pools, {"partition": "cpu,gpu"}, {"cluster": "other"}]},
+            "pods": {"partition": "cpu", "pools": [*pools, {"partition": "cpu,gpu"}, {"clusters": "other"}]},
             "servers": {"partition": "gpu", "qos": "long"},
             "trainer": {"qos": "brief"},
             "gather": {"qos": "brief"},

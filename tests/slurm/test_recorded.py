@@ -213,7 +213,7 @@ def test_a_lost_submission_is_adopted(play: Play, tmp_path: Path) -> None:
 
 def test_each_cluster_is_asked_for_its_own_jobs(play: Play, tmp_path: Path) -> None:
     slurm = play("two-clusters")
-    pools = [{"cluster": "cluster2", "partition": "cpu"}]
+    pools = [{"clusters": "cluster2", "partition": "cpu"}]
     config, run = campaign(pods={"pools": pools}), RunDir(tmp_path / "run")
     run.create()
     made = Arrays(run)
@@ -232,7 +232,7 @@ def test_each_cluster_is_asked_for_its_own_jobs(play: Play, tmp_path: Path) -> N
 
 def test_a_partition_that_another_cluster_lacks(play: Play) -> None:
     play("other-partitions")
-    config = campaign(pods={"pools": [{"cluster": "cluster1", "partition": "nowhere"}]})
+    config = campaign(pods={"pools": [{"clusters": "cluster1", "partition": "nowhere"}]})
     with pytest.raises(ConfigError, match="no partition 'nowhere' at cluster1; there are: cpu, gpu, preempt"):
         site.check_site(config, lambda key: key)
 

@@ -263,7 +263,7 @@ def test_the_lead_time_is_that_of_sbatchs_signal() -> None:
         ({"lead_s": 300}, "unknown key 'slurm.lead_s'"),
         ({"srun": ["--network=job_vni"]}, "unknown key 'slurm.srun'"),
         ({"servers": {"cpus-per-gpu": 0}}, "expected a whole number above 0"),
-        ({"pods": {"cluster": "other"}}, r"pods: \{pools: \[\{cluster: NAME\}\]\}"),
+        ({"pods": {"cluster": "other"}}, r"pods.pools: \[\{clusters: NAME\}\]"),
         ({"pods": {"pools": [{"nodes": 2}]}}, "nodes: all pools have that of slurm.pods"),
         ({"t": "10"}, "slurm: t: write the option's long name"),
         ({"pods": {"-G": 1}}, "slurm.pods: -G: write the option's long name"),

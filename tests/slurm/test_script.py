@@ -103,7 +103,7 @@ def test_one_allocation_for_engines_and_pod_is_one_step_of_all_of_them() -> None
 
 
 def test_a_pool_at_another_cluster_waits_for_nothing_here_and_its_pods_bear_its_name() -> None:
-    slurm = {"pods": {"pools": [{"cluster": "other", "count": 2}]}}
+    slurm = {"pods": {"pools": [{"clusters": "other", "count": 2}]}}
     campaign = config.parse({**CAMPAIGN, "slurm": slurm})
     job = script.pod_job(campaign, RunDir("/runs/r1"), dependency="after:7", pool=campaign.slurm.pods.pools[0])
     text = script.script(job)
@@ -164,11 +164,11 @@ def test_servers_have_cpus_and_memory() -> None:
     assert '--cpus-per-task="${SLURM_CPUS_PER_TASK_HET_GROUP_2:-1}" env MEGAFLOW_SERVER=1 ' in together
 
 
-@pytest.mark.parametrize("where", ["slurm", "pods", "servers", "pools", "gather"])
+@pytest.mark.parametrize("where", ["slurm", "pods", "servers", "trainer", "gather"])
 def test_clusters_among_the_options_are_refused(where: str) -> None:
     options = {"clusters": "other"}
-    slurm = options if where == "slurm" else {"pods": {"pools": [options]}} if where == "pools" else {where: options}
-    with pytest.raises(ConfigError, match=r"slurm.pods.pools: \[\{cluster: NAME\}\]"):
+    slurm = options if where == "slurm" else {where: options}
+    with pytest.raises(ConfigError, match=r"slurm.pods.pools: \[\{clusters: NAME\}\]"):
         config.parse({**CAMPAIGN, "slurm": slurm})
 
 
@@ -179,7 +179,7 @@ def test_names_of_jobs_tell_clusters_apart() -> None:
 
 def test_limits_of_this_cluster_do_not_hold_for_pods_at_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site, "max_array_size", {"other": 3}.__getitem__)
-    pools = [{"count": 2}, {"count": 4, "cluster": "other"}]
+    pools = [{"count": 2}, {"count": 4, "clusters": "other"}]
     campaign = config.parse({**CAMPAIGN, "slurm": {"pods": {"count": 3, "pools": pools}}})
     run = RunDir("/runs/r1")
     few = limits.Allowance(array_size=2, running=1)

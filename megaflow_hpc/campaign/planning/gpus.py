@@ -13,9 +13,9 @@ from typing import Any
 from megaflow_hpc.campaign.planning.model_paths import Where
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.config.sections import Method
+from megaflow_hpc.config.slurm import option_name
 from megaflow_hpc.config.training import PolicyTraining
 from megaflow_hpc.errors import ConfigError, Mistakes
-from megaflow_hpc.slurm.script import option_name
 from megaflow_hpc.training.layout import Layout
 from megaflow_hpc.training.memory import ModelShape, Prediction, gpu_memory, predict
 
