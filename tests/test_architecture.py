@@ -18,7 +18,7 @@ from tests.support.places import ROOT
 PACKAGE = Path(megaflow_hpc.__file__).parent
 
 BUDGETS = {
-    "campaign keys": 202,  # with the seven sampling parameters, which users must know
+    "campaign keys": 182,  # with the seven sampling parameters, which users must know
     "environment variables": 29,
     "modules": 478,
     "public class names that exist twice": 0,
@@ -27,7 +27,7 @@ BUDGETS = {
     "thousand tokens of at the top": 9,  # with BrowserGym's actions, in screen.py
     "thousand tokens of campaign": 39,
     "thousand tokens of cli": 50,
-    "thousand tokens of config": 17,
+    "thousand tokens of config": 18,  # with the options of sbatch
     "thousand tokens of environments": 98,
     "thousand tokens of host": 13,
     "thousand tokens of integrations": 5,

@@ -73,7 +73,6 @@ def environment_script(config: CampaignConfig, mpi: str, window_s: int = 0) -> s
         *site_environment([*config.slurm.setup, *_by_role(config)]),
         f'export MEGAFLOW_MPI="${{MEGAFLOW_MPI:-{mpi}}}"',
         f'export MEGAFLOW_REQUEUES="${{MEGAFLOW_REQUEUES:-{config.slurm.requeues}}}"',
-        f"megaflow_srun={shlex.quote(' '.join(config.slurm.srun))}",
         f"megaflow_lead_s={config.slurm.lead_s} megaflow_window_s={window_s}",
         "export PYTHONUNBUFFERED=1",
     ]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.config.slurm import CPUS_PER_RANK, LIFTED
+from megaflow_hpc.config.slurm import CPUS_PER_RANK, LIFTED, option_name
 from megaflow_hpc.errors import ConfigError, Mistakes, SiteError
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.rundir.layout import RunDir
@@ -180,7 +180,7 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
 
 
 def _gpu_contradictions(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> list[str]:
-    """Describes options in ``extra`` that request a different number of GPUs than the campaign or each other."""
+    """Describes sbatch options that request a different number of GPUs than the campaign or each other."""
     run, slurm = RunDir("/RUN"), config.slurm
     jobs = [
         ("servers", "gpus of the model", group.gpus, script.server_job(config, run, 1, group.gpus, nodes=group.nodes))
@@ -192,7 +192,7 @@ def _gpu_contradictions(config: CampaignConfig, groups: Sequence[ServerGroup], w
     for role, wanted_by, wanted, job in jobs:
         gpus_by_option = limits.gpu_requests(job.options)
         own: dict[str, Any] = getattr(slurm, role).extra
-        names = [script.option_name(name) for name in own]
+        names = [option_name(name) for name in own]
         others = {
             name: count for name, count in gpus_by_option.items() if not (wanted_by and wanted and count == wanted)
         }
@@ -201,7 +201,7 @@ def _gpu_contradictions(config: CampaignConfig, groups: Sequence[ServerGroup], w
         elif len(set(gpus_by_option.values())) < 2:
             continue
         first = next((name for name in gpus_by_option if name in names), "")
-        key = f"slurm.{role}.extra" if first else "slurm.extra"
+        key = f"slurm.{role}" if first else "slurm"
         asked = " and ".join(f"{name} ({count:g})" for name, count in gpus_by_option.items())
         lines[role] = f"{where(key)}: {key}: {asked} request different numbers of GPUs per node; keep one of them"
     return list(lines.values())
@@ -211,7 +211,7 @@ def _too_short(config: CampaignConfig, key: str, job: script.Job) -> Iterator[st
     leads = {"pods": config.slurm.lead_s, "servers": script.WARN_S, "trainer": script.TRAINER_WARN_S}
     time_s, lead = walltime_s(job.named), leads.get(job.role, 0)
     if time_s is not None and time_s <= lead:
-        what = "slurm.lead_s" if job.role == "pods" else "the time reserved for its end"
+        what = "its signal before the end" if job.role == "pods" else "the time reserved for its end"
         yield f"{key}.time: {time_s:.0f} s, and {what} is {lead} s: the job would end as it starts; request more time"
 
 
@@ -320,9 +320,10 @@ def together(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup])
 def pod_options(config: CampaignConfig) -> dict[str, Any]:
     """Returns the sbatch options that determine which limits apply to pods."""
     slurm = config.slurm
-    return named({"account": slurm.account, "partition": slurm.pods.partition, **slurm.extra, **slurm.pods.extra})
+    own = {} if slurm.pods.partition is None else {"partition": slurm.pods.partition}
+    return named({**slurm.extra, **own, **slurm.pods.extra})
 
 
 def named(options: Mapping[str, Any]) -> dict[str, Any]:
     """Converts the keys of options to sbatch's option names."""
-    return {script.option_name(name): value for name, value in options.items()}
+    return {option_name(name): value for name, value in options.items()}

@@ -259,7 +259,7 @@ class LiveJobs:
             if is_live:
                 lines.append(f"Slurm has not requeued {who} yet: {words!r}; the request is repeated")
                 continue
-            why = "it was submitted with Requeue=0, by slurm.extra or by the site; " if DISABLED in words else ""
+            why = "it was submitted with Requeue=0, by the campaign file or by the site; " if DISABLED in words else ""
             more = f"scale {self._run} --pods {self._config.slurm.pods.total}" if role == "pod" and pods else ""
             verb = "gather" if role == "gather" else "resume"
             remedy = more or f"{verb} {self._run}"

@@ -285,7 +285,7 @@ def _model(model: ModelConfig) -> dict[str, Any]:
         if getattr(model, key):
             facts[key] = getattr(model, key)
     facts |= _engine(model)
-    if model.path and Path(model.path).is_dir():
+    if model.path and not model.pool and Path(model.path).is_dir():
         facts["sha256"] = fingerprint(Path(model.path))
     elif model.script and Path(model.script).is_file():
         facts["sha256"] = hashlib.sha256(Path(model.script).read_bytes()).hexdigest()
@@ -294,7 +294,7 @@ def _model(model: ModelConfig) -> dict[str, Any]:
 
 def _engine(model: ModelConfig) -> dict[str, str]:
     """Returns the versions of the engine's packages, read from its interpreter's site-packages."""
-    wanted = () if model.pool or model.image else ENGINES.get(model.engine, ())
+    wanted = () if model.image else ENGINES.get(model.engine, ())
     if not wanted:
         return {}
     try:

@@ -9,7 +9,7 @@ consecutive starts stored nothing. If replacements store nothing, later rounds a
 replacing is given up.
 
 Slurm does not requeue a pod with Requeue=0 (set by the user, the site's JobRequeue=0 or a submit plugin). Such a pod
-works until Slurm signals it, ``slurm.lead_s`` or slightly more before the end of its walltime. :class:`Successors`
+works until Slurm signals it, ``slurm.pods.signal`` or slightly more before the end of its walltime. :class:`Successors`
 finds such pods shortly before, so that their successors are queued when they end. Pod and successor overlap for at
 most half a minute.
 """

@@ -184,7 +184,7 @@ def _engine_cpus(partition: str) -> Finding:
     if cpus is None and share:
         return Finding("engine CPUs", "ok", f"{partition}: DefCpuPerGPU gives them to servers")
     message = f"{partition}: {'its nodes have one CPU for each GPU' if share else 'the CPUs for each GPU are unknown'}"
-    return Finding("engine CPUs", "warn", f"{message}; an engine server gets one", "set slurm.servers.cpus_per_gpu")
+    return Finding("engine CPUs", "warn", f"{message}; an engine server gets one", "set slurm.servers.cpus-per-gpu")
 
 
 def _mpi() -> Iterator[Finding]:

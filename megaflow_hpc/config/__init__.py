@@ -10,13 +10,13 @@ from megaflow_hpc.config.campaign import CampaignConfig, Policy, load, parse, pa
 from megaflow_hpc.config.model import ModelConfig
 from megaflow_hpc.config.reading import explain, line_of, place_of, read_yaml
 from megaflow_hpc.config.sections import AgentConfig, Section
-from megaflow_hpc.config.slurm import PodPoolConfig
+from megaflow_hpc.config.slurm import PodsConfig
 
 __all__ = [
     "AgentConfig",
     "CampaignConfig",
     "ModelConfig",
-    "PodPoolConfig",
+    "PodsConfig",
     "Policy",
     "Section",
     "explain",

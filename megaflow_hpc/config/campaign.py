@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from megaflow_hpc.config.model import EnginePoolConfig, ModelConfig
+from megaflow_hpc.config.model import ModelConfig
 from megaflow_hpc.config.quotas import QuotasConfig
 from megaflow_hpc.config.reading import explain, explain_all, place_of, read_yaml
 from megaflow_hpc.config.sections import (
@@ -65,9 +65,11 @@ class CampaignConfig(Section):
     models: dict[str, ModelConfig] = Field(default_factory=dict)
     """Models of a campaign with several policies, keyed by policy name."""
     team: TeamConfig | None = None
-    """Roles of the models in one rollout. Default: none; each policy runs rollouts of its own."""
-    pool: EnginePoolConfig | None = None
-    """Rules for sharing the servers of this engine pool."""
+    """Roles of the models in one rollout, by name. An agent calls a role by passing its name as the ``model`` of a
+    request. The agent of the first role runs the rollouts. Default: none; each policy runs rollouts of its own."""
+    pool: dict[str, Annotated[float, Field(gt=0)]] | None = None
+    """For an engine pool: relative share of engine time by login name, while requests are queued. ``share`` sets who
+    may use the servers, and ``quotas.in_flight`` a limit for each user. Default: 1 for everyone."""
     environment: EnvironmentConfig = EnvironmentConfig()
     """Sandboxes: images, network, limits."""
     services: dict[str, ServiceConfig] = Field(default_factory=dict)
@@ -107,6 +109,24 @@ class CampaignConfig(Section):
         _check_distinct(agents)
         return agents
 
+    @model_validator(mode="before")
+    @classmethod
+    def _earlier_keys(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reads keys of a run that an earlier version planned."""
+        if info.context != STORED:
+            return value
+        fields, trainer = dict(value), value.get("slurm", {}).get("trainer", {})
+        if isinstance((pool := value.get("pool") or {}).get("weights"), dict):
+            fields["pool"] = pool["weights"]
+            fields["quotas"] = {**value.get("quotas", {}), "in_flight": pool.get("in_flight")}
+        if lead_s := value.get("slurm", {}).get("lead_s"):
+            pods = value["slurm"]["pods"]
+            options = {"signal": f"B:USR2@{lead_s}", **pods["extra"]}
+            fields["slurm"] = {**value["slurm"], "pods": {**pods, "extra": options}}
+        if fields.get("training") and trainer.get("kind", "own") != "own":
+            fields["training"] = {**fields["training"], "trainer": trainer["kind"]}
+        return fields
+
     @model_validator(mode="after")
     def _policies(self) -> CampaignConfig:
         if self.is_pool:
@@ -116,7 +136,7 @@ class CampaignConfig(Section):
                 raise ValueError(f"models.{self.judges()[0]}.judge: an engine pool runs no verifiers; leave judge out")
             pools = [name for name, policy in self.policies().items() if policy.model and policy.model.pool]
             if pools:
-                raise ValueError(f"{', '.join(pools)}: an engine pool has servers of its own; leave model.pool out")
+                raise ValueError(f"{', '.join(pools)}: an engine pool has servers of its own; name another engine")
             return self
         if self.pool:
             raise ValueError("pool is for a campaign without tasks and agent; leave it out, or them")
@@ -142,7 +162,7 @@ class CampaignConfig(Section):
             titles = {agent.short_title for agent in self.policies()[self.team.owning_policy].agents}
             if len(titles) > 1 and (same := self.team.roles.keys() & titles):
                 raise ValueError(
-                    f"team.roles: {min(same)!r} is also the name of an agent, and both have a metric of that name; "
+                    f"team: {min(same)!r} is also the name of an agent, and both have a metric of that name; "
                     "rename the role, or give the agent another name (as)"
                 )
         for name in self.models:
@@ -191,7 +211,7 @@ class CampaignConfig(Section):
             check_trained(self.training, models, "models.{}" if self.models else "model")
             if info.context != STORED:  # a campaign of an earlier version stated the limit elsewhere
                 check_limits(self.training, models)
-            check_engine(self.training, self.slurm.trainer.kind)
+            check_engine(self.training)
             mixed = [name for name, policy in self.training.policies.items() if policy.mix_agents]
             if self.team and 0 < len(mixed) < len(self.training.policies):
                 raise ValueError(
@@ -216,6 +236,11 @@ class CampaignConfig(Section):
     def is_pool(self) -> bool:
         """True if the campaign only serves models to other campaigns."""
         return not self.tasks and not self.agent and bool(self.model or self.models)
+
+    @property
+    def pool_caps(self) -> dict[str, Any]:
+        """Limits of an engine pool's users at each server: ``in_flight``, and ``weights`` by login name."""
+        return {"in_flight": self.quotas.in_flight, "weights": self.pool or {}}
 
     @property
     def run_share(self) -> Literal["user", "group"]:

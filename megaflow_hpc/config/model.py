@@ -1,7 +1,4 @@
-"""The ``model`` and ``pool`` sections: engines of a policy, and sharing of an engine pool.
-
-An engine pool is a campaign that only serves models, for other campaigns to use.
-"""
+"""The ``model`` section: the engines of a policy."""
 
 from __future__ import annotations
 
@@ -71,9 +68,11 @@ class TokenPrice(NamedTuple):
         return (self.input * prompt_tokens + self.output * sampled_tokens) / 1e6
 
 
+ENDPOINTS = ("external", "openai", "anthropic", "gemini")
+"""Engines that are already running elsewhere."""
 ALSO = (
     *("engine", "path", "servers", "gpus", "gpu_type", "nodes", "args", "python", "image", "binds"),
-    *("base_url", "api", "api_key_file", "script"),
+    *("base_url", "api_key_file", "script"),
 )
 """Keys that entries of ``also`` may set."""
 
@@ -81,21 +80,24 @@ ALSO = (
 class ModelConfig(Section):
     """Model of one policy and the servers that run it."""
 
-    engine: Literal["vllm", "sglang", "transformers", "scripted", "external", "replay"] = "vllm"
-    """Inference engine. ``external``: an endpoint that is already running. ``replay``: responses from a recorded
-    campaign. ``scripted``: responses from a file, for tests. Default: ``vllm``."""
+    engine: Literal[
+        "vllm", "sglang", "transformers", "external", "openai", "anthropic", "gemini", "pool", "replay", "scripted"
+    ] = "vllm"
+    """Inference engine. ``external``: a running endpoint that is compatible with OpenAI's API, and gets calls as the
+    agent makes them. ``openai``, ``anthropic``, ``gemini``: an endpoint of OpenAI itself (whose newer models refuse
+    ``max_tokens``), of Anthropic's messages, or of Gemini's generateContent; calls in any other format are converted.
+    ``pool``: the servers of an engine pool. ``replay``: responses from a recorded campaign. ``scripted``: responses
+    from a file, for tests. Default: ``vllm``."""
     path: str | None = None
-    """Model directory or Hugging Face name. For ``external``: the model's name at the endpoint (default: the policy's
-    name). For ``replay``: a run directory or trajectories file."""
-    pool: str | None = None
-    """Run directory of an engine pool that serves the model. The campaign then starts no servers of its own."""
+    """Model directory or Hugging Face name. For an endpoint: the model's name there (default: the policy's name). For
+    ``pool``: its run directory. For ``replay``: a run directory or trajectories file."""
     servers: Annotated[ServerCount, WithJsonSchema(SERVER_COUNT_SCHEMA)] = Field(
         ServerCount(), json_schema_extra={"default": 1}
     )
     """Number of engine servers, or ``[min, max]``: ``min`` start with the campaign, more start while requests wait and
     stop when idle. Default: 1."""
     gpus: int = Field(1, ge=0)
-    """GPUs of each server on each node, for tensor parallelism. Always 0 for ``external``. Default: 0 for ``scripted``
+    """GPUs of each server on each node, for tensor parallelism. Always 0 for endpoints. Default: 0 for ``scripted``
     and ``replay``, else 1."""
     gpu_type: GpuType | None = None
     """Slurm's name for the type of these GPUs, such as ``a100``. ``sinfo -o %G`` prints the names. Default: any
@@ -124,15 +126,10 @@ class ModelConfig(Section):
     binds: tuple[str, ...] = ()
     """Additional host paths to mount in ``image``: ``SRC[:DEST[:ro]]``."""
     base_url: str | None = None
-    """URL of the ``external`` endpoint, without ``/chat/completions``. If it has no path, ``/v1`` is added, or
-    ``/v1beta`` with ``api: gemini``."""
-    api: Literal["openai", "anthropic", "gemini"] | None = None
-    """API of the ``external`` endpoint: OpenAI's own, whose newer models refuse ``max_tokens``; Anthropic's messages;
-    or Gemini's generateContent. Calls in any other format are converted. Default: an endpoint compatible with OpenAI's
-    API, which gets calls as the agent makes them.
-    """
+    """URL of the endpoint, without ``/chat/completions``. If it has no path, ``/v1`` is added, or ``/v1beta`` for
+    ``gemini``."""
     api_key_file: str | None = None
-    """File with the API key of the ``external`` endpoint. Only its owner may read it (mode 0600). Default: no key."""
+    """File with the API key of the endpoint. Only its owner may read it (mode 0600). Default: no key."""
     script: str | None = None
     """YAML file with the responses of a ``scripted`` engine."""
     agent: tuple[AgentConfig, ...] = ()
@@ -153,7 +150,10 @@ class ModelConfig(Section):
     @field_validator("also", mode="before")
     @classmethod
     def _earlier_keys(cls, value: Any, info: ValidationInfo) -> Any:
-        return [{key: kind[key] for key in ALSO if key in kind} for kind in value] if info.context == STORED else value
+        if info.context != STORED:
+            return value
+        value = [{**kind, "engine": kind["api"]} if kind.get("api") else kind for kind in value]
+        return [{key: kind[key] for key in ALSO if key in kind} for kind in value]
 
     @field_validator("weights", mode="before")
     @classmethod
@@ -177,10 +177,16 @@ class ModelConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_gpus(cls, value: Any) -> Any:
+    def _without_gpus(cls, value: Any, info: ValidationInfo) -> Any:
         """Sets ``gpus`` to 0 for external endpoints. Defaults ``gpus`` to 0 for engines that run no model."""
-        engine = value.get("engine") if isinstance(value, dict) else None
-        if engine == "external":
+        if not isinstance(value, dict):
+            return value
+        if info.context == STORED and value.get("pool"):  # as an earlier version wrote it
+            value = {**value, "engine": "pool", "path": value["pool"]}
+        engine = value.get("engine")
+        if info.context == STORED and value.get("api"):
+            value = {**value, "engine": value["api"]}
+        if engine in ENDPOINTS:
             return {**value, "gpus": 0, "gpu_type": None}
         if engine in ("scripted", "replay") and "gpus" not in value:
             return {**value, "gpus": 0}
@@ -199,29 +205,23 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _complete(self) -> ModelConfig:
-        field = "pool" if self.pool else {"scripted": "script", "external": "base_url"}.get(self.engine, "path")
+        field = "base_url" if self.engine in ENDPOINTS else "script" if self.engine == "scripted" else "path"
         if getattr(self, field) is None:
             raise ValueError(f"engine {self.engine} needs {field!r}; add model.{field}")
-        if self.nodes > 1 and self.engine not in ("vllm", "scripted"):
+        if self.nodes > 1 and self.engine not in ("vllm", "scripted", "pool"):
             raise ValueError(f"nodes: engine {self.engine} is started on one node; vllm runs over several")
         if self.judge and (self.samples or self.agent):
             raise ValueError("judge: a judge runs no tasks; leave samples and agent out")
-        if self.judge == "reward" and self.engine != "vllm":
+        if self.judge == "reward" and self.engine not in ("vllm", "pool"):
             raise ValueError(f"judge: reward: engine {self.engine} serves no reward models; use vllm")
         if self.judge and self.engine == "replay":
             raise ValueError("judge: answers of judges are not recorded, so engine replay has none; use another engine")
         if self.gpu_type and not self.gpus:
             raise ValueError(f"gpu_type: {self.gpu_type}: gpus is 0; raise it, or leave gpu_type out")
         kinds = {self.engine, *(str(other.get("engine", self.engine)) for other in self.also)}
-        if (
-            self.thoughts == "keep"
-            and not self.pool
-            and (lacking := kinds - {"vllm", "scripted", "external", "replay"})
-        ):
+        if self.thoughts == "keep" and (lacking := kinds - {"vllm", "scripted", "pool", "replay", *ENDPOINTS}):
             raise ValueError(f"thoughts: keep is not possible with engine {min(lacking)}; use vllm, or leave it out")
-        if self.api and not self.pool and not self.is_external:
-            raise ValueError(f"api: engine {self.engine} has an API of its own; leave api out, or use engine external")
-        if self.image and self.engine in ("external", "replay"):
+        if self.image and self.engine in ("replay", *ENDPOINTS):
             raise ValueError(f"image: engine {self.engine} starts nothing that could run in one")
         for name in sorted({name for other in self.also for name in other} - set(ALSO)):
             raise ValueError(f"also: {name!r} belongs to the whole policy; further servers may have {', '.join(ALSO)}")
@@ -229,9 +229,14 @@ class ModelConfig(Section):
         return self
 
     @property
+    def pool(self) -> str | None:
+        """Run directory of the engine pool that serves the model. ``None`` if the campaign has servers of its own."""
+        return self.path if self.engine == "pool" else None
+
+    @property
     def is_external(self) -> bool:
         """True if any server of this policy is an external endpoint."""
-        return any(kind.engine == "external" for kind in self.kinds())
+        return any(kind.engine in ENDPOINTS for kind in self.kinds())
 
     def kinds(self) -> list[ModelConfig]:
         """Returns a section for each kind of server of this policy. Empty for ``replay``, which needs no servers."""
@@ -242,12 +247,3 @@ class ModelConfig(Section):
             self.model_copy(update=common),
             *(ModelConfig.model_validate({**dict(self), **common, **other}) for other in self.also),
         ]
-
-
-class EnginePoolConfig(Section):
-    """Rules for sharing an engine pool's servers. The top-level key ``share`` sets who may use the servers."""
-
-    in_flight: int | None = Field(None, ge=1)
-    """Concurrent requests per user at each server. Further requests wait. Default: no limit."""
-    weights: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
-    """Relative share of engine time by login name, while requests are queued. Default: 1 for everyone."""

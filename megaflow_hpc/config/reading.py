@@ -222,8 +222,10 @@ def explain_all(error: ValidationError, path: str, node: yaml.Node | None, model
 
 def _explained(problem: Any, location: Sequence[Any], key: Sequence[Any], schema: Mapping[str, Any]) -> str:
     if problem["type"] == "extra_forbidden":
-        names = sorted({name for kind in _at(schema, location[:-1]) for name in kind.get("properties", ())})
-        close = difflib.get_close_matches(str(location[-1]), names, 1)
+        sections = _at(schema, location[:-1])
+        names = sorted({name for section in sections for name in section.get("properties", ())})
+        options = [name for section in sections for name in section.get("x-options", ())]
+        close = difflib.get_close_matches(str(location[-1]), [*names, *options], 1)
         remedy = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(names)}"
         return f"unknown key {'.'.join(map(str, location))!r}; {remedy}"
     if problem["type"] == "missing":

@@ -50,7 +50,7 @@ def tables() -> list[Table]:
         required = set(section.get("required", ()))
         for name, value in section["properties"].items():
             path = f"{table.path}.{name}".lstrip(".")
-            for reference, place in _sections(value, path):
+            for reference, place in _sections(value, path, definitions):
                 if reference not in paths and definitions[reference].get("properties"):
                     paths[reference] = place
                     result.append(Table(place, _plain(definitions[reference].get("description", ""))))
@@ -106,16 +106,19 @@ def _plain(text: str) -> str:
     return " ".join(text.replace("``", "`").split())
 
 
-def _sections(value: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
+def _sections(value: Mapping[str, Any], path: str, definitions: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields the name and path of each section that a schema value references."""
     if "$ref" in value:
-        yield value["$ref"].rpartition("/")[2], path
+        name = value["$ref"].rpartition("/")[2]
+        yield name, path
+        if not definitions[name].get("properties"):  # names with sections
+            yield from _sections(definitions[name], path, definitions)
     for part in (*value.get("anyOf", ()), *value.get("allOf", ())):
-        yield from _sections(part, path)
+        yield from _sections(part, path, definitions)
     if isinstance(value.get("items"), Mapping):
-        yield from _sections(value["items"], f"{path}[]")
+        yield from _sections(value["items"], f"{path}[]", definitions)
     if isinstance(value.get("additionalProperties"), Mapping):
-        yield from _sections(value["additionalProperties"], f"{path}.NAME")
+        yield from _sections(value["additionalProperties"], f"{path}.NAME", definitions)
 
 
 _WORDS = {"string": "text", "integer": "integer", "number": "number", "boolean": "boolean", "null": "null"}

@@ -27,7 +27,7 @@ STORED = "stored"
 """Validation context of sections read from a run directory, which an earlier version may have written."""
 
 
-def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
+def describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
     """Adds the docstring below each field to the section's JSON Schema.
 
     Pydantic's ``use_attribute_docstrings`` would do the same on every import, which costs 25 ms per process.
@@ -53,7 +53,7 @@ class Section(BaseModel):
         str_strip_whitespace=True,
         allow_inf_nan=False,
         serialize_by_alias=True,
-        json_schema_extra=_describe,
+        json_schema_extra=describe,
     )
 
     @field_validator("*", mode="before")

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+from pydantic.json_schema import SkipJsonSchema
 
-from megaflow_hpc.config.sections import Section
+from megaflow_hpc.config.sections import STORED, Section, describe
 
 TRAINER_REQUEUES = 20
 """A trainer is not requeued again after this many consecutive requeues without a committed step."""
 LEAD_S = 60
-"""Default of ``lead_s``, in seconds."""
+"""Default number of seconds before the end of the walltime at which Slurm signals a pod, which then drains."""
 CPUS_PER_RANK = 2
 """Default of ``cpus_per_rank``."""
 MIN_LEAD_S = 40
-"""Minimum of ``lead_s``, in seconds. Workers need most of it to stop after a drain."""
+"""Minimum of that number. Workers need most of it to stop after a drain."""
+SIGNAL = re.compile(r"B:USR2@(\d+)")
+"""Value of sbatch's option ``signal`` for pods."""
 LIFTED = " (no error because of slurm.check: false)"
 """Suffix of a warning that was downgraded from an error by ``slurm.check: false``."""
 DEFAULT_RANKS = 2
@@ -24,25 +37,7 @@ DEFAULT_RANKS = 2
 LEAST_GB = 0.001
 """Minimum memory in GB. Slurm counts whole MB, and 0 requests all memory of a node."""
 WALLTIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}\Z")
-_SRUN_OPTION = re.compile(r"-[\w.,:=/@%+-]+\Z", re.ASCII)
-"""Matches srun options that need no shell quoting."""
 _REMEDY = "write minutes (30), HH:MM:SS or D-HH:MM:SS"
-
-
-OWN_SRUN_OPTIONS = {
-    "--mpi": "",
-    "--export": "",
-    "--ntasks": "n",
-    "--nodes": "N",
-    "--ntasks-per-node": "",
-    "--cpus-per-task": "c",
-    "--wait": "W",
-    "--kill-on-bad-exit": "K",
-}
-"""Options that the job scripts pass to srun, with their short forms. ``slurm.srun`` must not repeat them, because srun
-uses the last value."""
-_SHORT_SRUN_OPTION = re.compile(r"-[EHOQVXZhjklsuv]*([A-Za-z])")
-"""Matches the first short option that may have a value. Options without one may precede it, as in ``-ln4``."""
 
 
 def _lines(value: Any) -> Any:
@@ -74,25 +69,93 @@ Walltime = Annotated[str | int | None, BeforeValidator(_walltime)]
 MAX_PODS = 100_000
 """Maximum number of pods in a section. A larger number is assumed to be a typo."""
 
+_OPTIONS = """
+account acctg-freq array batch bb bbf begin chdir cluster clusters cluster-constraint comment constraint container
+container-id contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot
+dependency distribution error exclude exclusive export export-file extra-node-info get-user-env gid gpu-bind
+gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint hold ignore-pbs input job-name
+kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu mincpus network
+nice no-kill no-requeue nodefile nodelist nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node
+ntasks-per-socket open-mode output overcommit oversubscribe partition power prefer priority profile propagate qos
+reboot requeue reservation segment signal sockets-per-node spread-job stepmgr switches thread-spec
+threads-per-core time time-min tmp tres-bind tres-per-task uid use-min-nodes wait-all-nodes wckey
+"""
+SBATCH_OPTIONS = tuple(_OPTIONS.split())
+"""Options of sbatch. Plugins of a site add options: names with a dash that resemble no known name, or any after
+``--``."""
 
-class PodPoolConfig(Section):
-    """Another pod array. Omitted keys default to those of ``slurm.pods``."""
 
-    cluster: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]+$")
-    """Another Slurm cluster (``sbatch --clusters``), which must mount the run directory. Default: the cluster of the
-    login node."""
-    partition: str | None = None
-    """Partition, or a comma-separated list from which Slurm chooses. Default: ``pods.partition``."""
-    count: int = Field(1, ge=1, le=MAX_PODS)
-    """Number of pods. Default: 1."""
-    time: Walltime = None
-    """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: ``pods.time``."""
-    extra: dict[str, Any] = Field(default_factory=dict)
-    """Additional sbatch options by name, such as ``account``."""
+EARLIER_KEYS = {"account": "account", "cpus_per_gpu": "cpus-per-gpu", "cluster": "clusters"}
+"""Key of runs that an earlier version planned → option of sbatch."""
 
 
-class PodsConfig(Section):
-    """The pods, a job array on CPU nodes. Each array element is a pod, an MPI world whose ranks run sandboxes."""
+def _describe_job(schema: dict[str, Any], model: type[Section]) -> None:
+    """Adds the options of sbatch to the JSON Schema of a section: editors accept them, and misspelt names are found."""
+    describe(schema, model)
+    schema["additionalProperties"] = {"type": ["string", "number", "boolean", "null"]}
+    schema["x-options"] = list(SBATCH_OPTIONS)
+
+
+def option_name(name: str) -> str:
+    """Converts an option to sbatch's spelling: ``--qos`` → ``qos``, ``mem_per_cpu`` → ``mem-per-cpu``."""
+    return name.strip("-").replace("_", "-")
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    for name in sorted(map(str, options)):
+        if name.strip("-") in ("M", "cluster"):
+            raise ValueError(f"{name}: pods at another cluster are slurm.pods.pools: [{{clusters: NAME}}]")
+        if len(name.strip("-")) == 1:  # sbatch would get --t=10
+            raise ValueError(f"{name}: write the option's long name, such as time for t")
+        if option_name(name) == "clusters" and not re.fullmatch(r"[A-Za-z0-9_-]+", str(options[name])):
+            raise ValueError(f"{name}: {options[name]!r}: expected the name of one cluster")
+        if option_name(name) == "cpus-per-gpu" and not (isinstance(options[name], int) and options[name] > 0):
+            raise ValueError(f"{name}: expected a whole number above 0")
+
+
+class JobSection(Section):
+    """A section of settings and sbatch options."""
+
+    model_config = ConfigDict(json_schema_extra=_describe_job)
+
+    extra: SkipJsonSchema[dict[str, Any]] = Field(default_factory=dict)
+    """sbatch options. In the campaign file, they are keys of the section."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _collect_options(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if "extra" in value:
+            if info.context != STORED:
+                raise ValueError("extra: write its options directly into the section, such as qos: long")
+            earlier = {option: value[key] for key, option in EARLIER_KEYS.items() if value.get(key)}
+            return {**value, "extra": {**earlier, **value["extra"]}}
+        options = {name: v for name, v in value.items() if name not in cls.model_fields and cls._is_option(name)}
+        _check_options(options)
+        return {**{name: v for name, v in value.items() if name not in options}, "extra": options}
+
+    @classmethod
+    def _is_option(cls, name: Any) -> bool:
+        if not isinstance(name, str) or not name.strip("-"):
+            return False
+        option = option_name(name)
+        if option in SBATCH_OPTIONS or len(option) == 1 or name.startswith("--"):
+            return True
+        known = [*(field.replace("_", "-") for field in cls.model_fields), *SBATCH_OPTIONS]
+        return "-" in name and "_" not in name and not difflib.get_close_matches(option, known, 1, 0.75)
+
+    @model_serializer(mode="wrap")
+    def _flat(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        options = fields.pop("extra", {})
+        return {**fields, **options}
+
+
+class PodsConfig(JobSection):
+    """The pods, a job array on CPU nodes. Each array element is a pod, an MPI world whose ranks run sandboxes. Other
+    keys are options of sbatch, by their long names, such as ``constraint``. ``signal: B:USR2@300`` lets pods drain
+    300 s before the end of the walltime instead of 60, of which running rollouts get all but the last 35."""
 
     partition: str | None = None
     """CPU partition, or a comma-separated list from which Slurm chooses. Default: the site's."""
@@ -113,18 +176,33 @@ class PodsConfig(Section):
     time: Walltime = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Should be several times the duration of a rollout. Default: the
     partition's, or less if account or QOS allow less."""
-    pools: tuple[PodPoolConfig, ...] = ()
-    """More pod arrays, in other partitions, accounts or clusters."""
+    pools: tuple[PodsConfig, ...] = ()
+    """More pod arrays, in other partitions, accounts or clusters. An entry has ``count``, ``partition``, ``time``
+    and options of sbatch, and takes all else from ``slurm.pods``. ``clusters`` names another Slurm cluster, which must
+    mount the run directory."""
     setup: ShellLines = ()
     """Shell lines that pods and the gather job run after ``slurm.setup``. ``export MEGAFLOW_PYTHON=…`` selects the
     interpreter for nodes of another architecture."""
-    extra: dict[str, Any] = Field(default_factory=dict)
-    """Additional sbatch options by name."""
 
     @field_validator("ranks_per_node", mode="before")
     @classmethod
     def _default_ranks(cls, value: Any) -> Any:
         return cls.model_fields["ranks_per_node"].default if value is None else value
+
+    @field_validator("pools")
+    @classmethod
+    def _same_pods(cls, value: tuple[PodsConfig, ...]) -> tuple[PodsConfig, ...]:
+        for pool in value:
+            for name, field in cls.model_fields.items():
+                own = name in ("count", "partition", "time", "extra")
+                if not own and getattr(pool, name) != field.get_default(call_default_factory=True):
+                    raise ValueError(f"{name}: all pools have that of slurm.pods; leave it out")
+        return value
+
+    @property
+    def cluster(self) -> str:
+        """Another cluster on which this pool runs (``clusters``). Empty for the login node's."""
+        return next((str(value) for name, value in self.extra.items() if option_name(name) == "clusters"), "")
 
     @property
     def ranks(self) -> int:
@@ -142,14 +220,13 @@ class PodsConfig(Section):
         return self.count + sum(pool.count for pool in self.pools if not pool.cluster)
 
 
-class ServersConfig(Section):
-    """The engine servers, a job array on GPU nodes. Each array element is a server."""
+class ServersConfig(JobSection):
+    """The engine servers, a job array on GPU nodes. Each array element is a server. Other keys are options of sbatch,
+    by their long names, such as ``constraint`` and ``cpus-per-gpu`` (default: the partition's CPUs divided by its GPUs,
+    at most 8, unless the site sets ``DefCpuPerGPU``)."""
 
     partition: str | None = None
     """GPU partition. Default: the site's default partition."""
-    cpus_per_gpu: int | None = Field(None, ge=1)
-    """CPUs per GPU of a server, or CPUs of the whole server if it has no GPU. Default: the partition's CPUs divided
-    by its GPUs, at most 8, unless the site sets a default itself (``DefCpuPerGPU``)."""
     mem_gb: float | None = Field(None, ge=LEAST_GB)
     """Memory in GB (10^9 bytes) of each server on each of its nodes. Default: the partition's."""
     time: Walltime = None
@@ -158,16 +235,12 @@ class ServersConfig(Section):
     setup: ShellLines = ()
     """Shell lines that servers run after ``slurm.setup``. ``export MEGAFLOW_PYTHON=…`` selects the interpreter for
     nodes of another architecture."""
-    extra: dict[str, Any] = Field(default_factory=dict)
-    """Additional sbatch options by name."""
 
 
-class TrainerConfig(Section):
-    """The trainer's job. Slurm requeues it, and it continues from its last commit."""
+class TrainerConfig(JobSection):
+    """The trainer's job. Slurm requeues it, and it continues from its last commit. Other keys are options of sbatch, by
+    their long names, such as ``constraint``."""
 
-    kind: Literal["own", "veomni"] = "own"
-    """Training backend. ``own``: transformers and this package. ``veomni``: VeOmni with its kernels, installed in the
-    trainer's environment. Both use the same checkpoints. Default: ``own``."""
     partition: str | None = None
     """GPU partition. Default: ``servers.partition``."""
     nodes: int = Field(1, ge=1)
@@ -186,8 +259,6 @@ class TrainerConfig(Section):
     setup: ShellLines = ()
     """Shell lines that trainers run after ``slurm.setup``. ``export MEGAFLOW_PYTHON=…`` and
     ``MEGAFLOW_TRAINER_PYTHON=…`` select interpreters for nodes of another architecture."""
-    extra: dict[str, Any] = Field(default_factory=dict)
-    """Additional sbatch options by name."""
 
     @model_validator(mode="after")
     def _type_of_gpus(self) -> TrainerConfig:
@@ -196,32 +267,25 @@ class TrainerConfig(Section):
         return self
 
 
-class SlurmConfig(Section):
-    """Resources that jobs request from Slurm."""
+class SlurmConfig(JobSection):
+    """Resources that jobs request from Slurm. Other keys are options of sbatch for every job, by their long names, such
+    as ``account`` (default: the user's default account), ``qos`` and ``reservation``. Options in ``pods``, ``servers``,
+    ``trainer`` and ``gather`` take precedence."""
 
-    account: str | None = None
-    """Account to charge. Default: the user's default account."""
     setup: ShellLines = ()
     """Shell lines that every job runs first, such as ``module load apptainer``. Exported variables override values
-    of the planning machine, such as ``MEGAFLOW_SCRATCH``."""
+    of the planning machine, such as ``MEGAFLOW_SCRATCH``. Slurm's own variables, such as ``SLURM_NETWORK``, set
+    options of every ``srun``."""
     check: bool = True
     """Refuse campaigns whose resources this site seems to lack. With false, print warnings and submit. Use false if
     QOS, constraints or a submit plugin select partitions, or if login nodes lack software of the compute nodes.
     Default: true."""
-    extra: dict[str, Any] = Field(default_factory=dict)
-    """Additional sbatch options for every job, by name."""
     together: bool = False
     """Run the engines and one pod in one heterogeneous job instead of two arrays, so that they start together. Default:
     false."""
     requeues: int = Field(3, ge=0)
     """Consecutive starts without progress after which an array element is not requeued. Raise it on unreliable nodes.
     Default: 3."""
-    lead_s: int = Field(LEAD_S, ge=MIN_LEAD_S)
-    """Seconds before the end of the walltime at which a pod starts to drain. Running rollouts get all but the last
-    35 s of it. Raise it if slurmctld responds slowly when many jobs end together. Default: 60."""
-    srun: tuple[str, ...] = ()
-    """Additional options for every ``srun`` in a job: for pods, trainers and engines on several nodes. Example:
-    ``[--network=job_vni]``."""
     pods: PodsConfig = PodsConfig()
     """Resources of pods, which run agents and sandboxes."""
     servers: ServersConfig = ServersConfig()
@@ -235,14 +299,12 @@ class SlurmConfig(Section):
     a pod on one node, at most 8."""
 
     @model_validator(mode="after")
-    def _one_cluster(self) -> SlurmConfig:
-        extras = [self.extra, self.pods.extra, self.servers.extra, self.trainer.extra, self.gather]
-        extras += [pool.extra for pool in self.pods.pools]
-        for name in sorted({name for extra in extras for name in extra}):
-            if name.strip("-") in ("M", "cluster", "clusters"):
-                raise ValueError(f"extra: {name!r}: pods at another cluster are slurm.pods.pools: [{{cluster: NAME}}]")
-            if len(name.strip("-")) == 1:  # sbatch would get --t=10
-                raise ValueError(f"extra: {name!r}: write the option's long name, such as time for t")
+    def _one_job(self) -> SlurmConfig:
+        for options in (self.extra, self.pods.extra, self.servers.extra, self.trainer.extra, self.gather):
+            if any(option_name(name) == "clusters" for name in options):
+                raise ValueError("clusters: pods at another cluster are slurm.pods.pools: [{clusters: NAME}]")
+        if self.lead_s < MIN_LEAD_S:
+            raise ValueError(f"signal: write B:USR2@SECONDS, at least {MIN_LEAD_S}, such as B:USR2@300")
         if self.together and self.servers.setup:
             raise ValueError(
                 "servers.setup: with together: true, pods and engines are one job; move the lines to setup"
@@ -253,18 +315,12 @@ class SlurmConfig(Section):
             )
         return self
 
-    @field_validator("srun")
-    @classmethod
-    def _options(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for option in value:
-            if not _SRUN_OPTION.match(option):
-                raise ValueError(f"{option!r} is not an option of srun; write each as --name=value, without blanks")
-            name, short = option.partition("=")[0], _SHORT_SRUN_OPTION.match(option)
-            for own, letter in OWN_SRUN_OPTIONS.items():
-                # srun accepts the beginning of a name
-                if (own.startswith(name) and len(name) > 2) or (short and short[1] == letter):
-                    raise ValueError(f"{option!r}: the jobs set {own} themselves")
-        return value
+    @property
+    def lead_s(self) -> int:
+        """Seconds before the end of the walltime at which Slurm signals a pod. 0 if ``signal`` is invalid."""
+        signal = {**self.extra, **self.pods.extra}.get("signal", f"B:USR2@{LEAD_S}")
+        found = SIGNAL.fullmatch(str(signal))
+        return int(found[1]) if found else 0
 
     @field_validator("gather", mode="before")
     @classmethod
@@ -272,7 +328,8 @@ class SlurmConfig(Section):
         if not isinstance(value, dict):
             return value
         if "extra" in value:
-            raise ValueError("extra: write its options directly into slurm.gather")
+            raise ValueError("extra: write its options directly into the section, such as qos: long")
+        _check_options(value)
         try:
             _walltime(value.get("time"))
         except ValueError as error:

@@ -6,13 +6,12 @@
       author: {engine: vllm, path: /models/Qwen3-8B}
       second: {engine: vllm, path: /models/Qwen3-8B}
     team:
-      roles:
-        writer: author
-        checker: {policy: second, reward: right}
+      writer: author
+      checker: {policy: second, reward: right}
     training: {policies: {author: {}, second: {}}}
 
-One role owns the rollouts. Its policy's agent runs them. If the policy is trained, its trainer requests them. The agent
-calls a role by passing the role's name as the ``model`` of a request.
+The first role owns the rollouts. Its policy's agent runs them. If the policy is trained, its trainer requests them. The
+agent calls a role by passing the role's name as the ``model`` of a request.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import field_validator, model_validator
+from pydantic import ConfigDict, RootModel, field_validator, model_serializer, model_validator
 
 from megaflow_hpc.config.model import ModelConfig
 from megaflow_hpc.config.sections import NAME, Section
@@ -41,38 +40,44 @@ class RoleConfig(Section):
         return {"policy": value} if isinstance(value, str) else value
 
 
-class TeamConfig(Section):
-    """Roles of one rollout, each played by a model of the campaign."""
+class TeamConfig(RootModel[dict[str, RoleConfig]]):
+    """Roles of one rollout, each played by a model of the campaign. The agent of the first role runs the rollouts."""
 
-    roles: dict[str, RoleConfig]
-    """Roles by name. An agent calls a role by passing its name as the ``model`` of a request."""
-    owner: str = ""
-    """Role whose agent runs the rollouts. Default: the first role."""
+    model_config = ConfigDict(frozen=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _first_owns(cls, value: Any) -> Any:
-        """Sets the owner to the first role, because a stored campaign does not keep the order of roles."""
-        roles = value.get("roles") if isinstance(value, dict) else None
-        if isinstance(roles, dict) and roles and value.get("owner") is None:
-            return {**value, "owner": next(iter(roles))}
-        return value
+    def _stored(cls, value: Any) -> Any:
+        """Puts the owner first, which a stored campaign names, because its JSON does not keep the order of roles."""
+        if not isinstance(value, dict) or not isinstance(roles := value.get("roles"), dict) or "policy" in roles:
+            return value
+        if (owner := value.get("owner")) not in roles:
+            raise ValueError("roles: write the roles directly, the owner first: team: {writer: default}")
+        return {owner: roles[owner], **roles}
 
-    @field_validator("roles")
+    @model_serializer
+    def _with_owner(self) -> dict[str, Any]:
+        return {"roles": {name: role.model_dump() for name, role in self.root.items()}, "owner": self.owner}
+
+    @field_validator("root")
     @classmethod
     def _names(cls, value: dict[str, RoleConfig]) -> dict[str, RoleConfig]:
         if not value:
-            raise ValueError("names no role; write roles: {writer: default}")
+            raise ValueError("names no role; write team: {writer: default}")
         for name in value:
             if not NAME.match(name):
                 raise ValueError(f"role {name!r} must be letters, digits, dot, dash or underscore")
         return value
 
-    @model_validator(mode="after")
-    def _owner(self) -> TeamConfig:
-        if self.owner not in self.roles:
-            raise ValueError(f"owner: {self.owner!r} is not a role; the roles are: {', '.join(self.roles)}")
-        return self
+    @property
+    def roles(self) -> dict[str, RoleConfig]:
+        """Roles by name. An agent calls a role by passing its name as the ``model`` of a request."""
+        return self.root
+
+    @property
+    def owner(self) -> str:
+        """Role whose agent runs the rollouts."""
+        return next(iter(self.root))
 
     @property
     def owning_policy(self) -> str:
@@ -101,21 +106,21 @@ def check_team(team: TeamConfig, models: Mapping[str, ModelConfig | None]) -> No
         if model is None:
             is_role = config.policy in team.roles
             what = "is another role, and a role needs a model" if is_role else "is not a model"
-            raise ValueError(f"team.roles.{role}.policy: {config.policy!r} {what}; the campaign's models are: {names}")
+            raise ValueError(f"team.{role}.policy: {config.policy!r} {what}; the campaign's models are: {names}")
         if model.judge:
             raise ValueError(
-                f"team.roles.{role}.policy: {config.policy!r} is a judge, which agents cannot call; leave judge out"
+                f"team.{role}.policy: {config.policy!r} is a judge, which agents cannot call; leave judge out"
             )
     for name, model in models.items():
         if model is None or model.judge or name == team.owning_policy:
             continue
         if name not in team.policies.values():
-            raise ValueError(f"models.{name}: has no role in team.roles; give it one, or leave the model out")
+            raise ValueError(f"models.{name}: has no role in team; give it one, or leave the model out")
         if model.samples:
             raise ValueError(
-                f"models.{name}.samples: only role {team.owner!r} runs rollouts (team.owner); leave samples out"
+                f"models.{name}.samples: only role {team.owner!r} runs rollouts, the first of team; leave samples out"
             )
         if model.agent:
             raise ValueError(
-                f"models.{name}.agent: only role {team.owner!r} runs rollouts (team.owner); leave agent out"
+                f"models.{name}.agent: only role {team.owner!r} runs rollouts, the first of team; leave agent out"
             )

@@ -68,7 +68,7 @@ def check_trained(
             )
         if model.judge:
             raise ValueError(f"training.policies.{name}: {where} is a judge, whose tokens are not recorded")
-        if model.engine not in LOADS_WEIGHTS or model.pool:
+        if model.engine not in LOADS_WEIGHTS:
             what = "an engine pool" if model.pool else f"engine {model.engine}"
             raise ValueError(f"training.policies.{name}: {where} is served by {what}, which loads no trained weights")
         if training.publish_delta and any(kind.nodes > 1 for kind in model.kinds()):
@@ -125,21 +125,19 @@ def check_limits(
             )
 
 
-def check_engine(training: TrainingConfig, kind: str) -> None:
-    """Checks that a trainer (``slurm.trainer.kind``) supports the training settings.
+def check_engine(training: TrainingConfig) -> None:
+    """Checks that the trainer supports the training settings.
 
     Raises:
         ValueError: A setting is not supported. The message names the key.
     """
-    if kind == "own":
+    if training.trainer != "veomni":
         return
-    if training.trainer:
-        raise ValueError(f"slurm.trainer.kind: {kind}: training.trainer is a trainer of its own; leave one of them out")
     for name, policy in training.policies.items():
         if policy.parallel.tensor > 1:
             raise ValueError(
-                f"training.policies.{name}.parallel.tensor: {kind} has no tensor parallelism; leave it out, or write "
-                "slurm.trainer.kind: own"
+                f"training.policies.{name}.parallel.tensor: veomni has no tensor parallelism; leave it out, or "
+                "write training.trainer: own"
             )
 
 

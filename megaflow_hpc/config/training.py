@@ -363,9 +363,10 @@ class TrainingConfig(Section):
     """Processing steps, applied in order, that filter and shape rollouts before training. Default: none."""
     prompts: PromptsConfig = PromptsConfig()
     """Selection of the tasks to request next."""
-    trainer: Method | None = None
-    """Function ``module:function`` that replaces this package's trainer, called with the policy's ``Dataflow``.
-    Default: none."""
+    trainer: Literal["own", "veomni"] | Method = "own"
+    """``own``: transformers and this package. ``veomni``: VeOmni with its kernels, installed in the trainer's
+    environment. Both use the same checkpoints. Or ``module:function``, called with the policy's ``Dataflow``. Default:
+    ``own``."""
     steps: int = Field(100, ge=1)
     """Number of training steps. Default: 100."""
     checkpoint_every: int = Field(5, ge=1)
@@ -380,6 +381,11 @@ class TrainingConfig(Section):
     def over_length(self) -> OverLength | None:
         """Settings of the ``over_length`` step of ``data``. ``None`` if ``data`` has no such step."""
         return next((step.over_length for step in self.data if step.over_length), None)
+
+    @field_validator("trainer", mode="before")
+    @classmethod
+    def _earlier_trainer(cls, value: Any, info: ValidationInfo) -> Any:
+        return "own" if value is None and info.context == STORED else value
 
     @field_validator("policies", mode="before")
     @classmethod

@@ -105,7 +105,7 @@ def check_shared_memory() -> None:
             if owner != os.getuid():
                 raise SiteError(
                     f"{path}: MPI's shared memory belongs to another user, who created it first; run the job again, on "
-                    "nodes of its own if need be (slurm.pods.extra: {exclusive: true})"
+                    "nodes of its own if need be (slurm.pods.exclusive: true)"
                 )
 
 

@@ -41,7 +41,7 @@ NODE_MINUTES = 8
 CAMPAIGN_MINUTES = 15
 """Walltime in minutes of most trials, excluding the time that a pod gets to drain."""
 USABLE_S = 75
-"""Minimum walltime in seconds of the walltime trial's pod, excluding ``slurm.lead_s``. A pod that starts slowly
+"""Minimum walltime in seconds of the walltime trial's pod, excluding ``slurm.pods.signal``. A pod that starts slowly
 still has time to store a rollout."""
 WAIT_S = 15.0
 """Duration in seconds of each rollout of the walltime trial."""
@@ -52,10 +52,15 @@ SLOW_VISIBLE_S = 10.0
 CLOCK_S = 5.0
 """Clock difference in seconds above which logs of two nodes become confusing."""
 OWN_OPTIONS = ("time", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task")
-"""sbatch options that each trial sets itself. They are dropped from ``extra`` in the user's campaign file."""
+"""sbatch options that each trial sets itself. They are dropped from the user's campaign file."""
 KEPT = ("site", "share", "environment", "slurm")
 """Keys of the user's campaign file that every trial copies."""
 ANSWERS = [f"I write it.\n\n```bash\n{work.SOLUTION}\n```", "Done."]
+
+
+def _without_own(section: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns a section without options that would override the trial's."""
+    return {key: value for key, value in (section or {}).items() if script.option(key, True)[2:] not in OWN_OPTIONS}
 
 
 @dataclass
@@ -108,20 +113,17 @@ class ProofSite:
         """Returns the fields of a trial's campaign, with the site settings of the user's campaign.
 
         Args:
-            time: Minutes until the pod drains. Its walltime is longer by ``slurm.lead_s``.
+            time: Minutes until the pod drains. Its walltime is longer by ``slurm.pods.signal``.
             slots: Concurrent rollouts of each worker rank.
         """
         fields = {key: self.own[key] for key in KEPT if self.own.get(key)}
         environment = dict(fields.get("environment") or {})
         environment["images"] = {**(environment.get("images") or {}), work.IMAGE: self.image}
-        slurm = dict(fields.get("slurm") or {})
-        pods = {key: value for key, value in (slurm.get("pods") or {}).items() if key not in ("pools", "count")}
+        slurm = _without_own(fields.get("slurm"))
+        pods = {key: value for key, value in _without_own(slurm.get("pods")).items() if key not in ("pools", "count")}
         pods |= {"nodes": nodes, "ranks_per_node": 2, "cpus_per_rank": 1, "slots_per_rank": slots}
         pods["time"] = self.walltime(time * 60)
         slurm["pods"] = pods
-        for section in (slurm, pods):  # these options would override the trial's
-            extra = section.get("extra") or {}
-            section["extra"] = {k: value for k, value in extra.items() if script.option_name(k) not in OWN_OPTIONS}
         slurm.pop("together", None)
         tasks = [{"path": "megaflow_hpc.prove.work:ProofTask", "limit": rollouts}]
         return fields | {"name": f"prove-{name}", "tasks": tasks, "environment": environment, "slurm": slurm}
@@ -184,7 +186,7 @@ def submit_nodes(proof: ProofSite, name: str, arguments: str, nodes: int, nodeli
     folder = proof.folder / name
     (folder / "shared").mkdir(parents=True)
     config = proof.campaign.config
-    keep = ("account", "partition", "mem", *config.slurm.extra, *config.slurm.pods.extra)
+    keep = ("partition", "mem", *config.slurm.extra, *config.slurm.pods.extra)
     pod = script.pod_job(config, RunDir(folder), 1)
     options = {key: value for key, value in pod.options.items() if key in keep}
     options |= {"job-name": "prove-nodes", "nodes": nodes, "ntasks-per-node": 1, "cpus-per-task": 2}
@@ -194,7 +196,7 @@ def submit_nodes(proof: ProofSite, name: str, arguments: str, nodes: int, nodeli
     lines += [f"#SBATCH {script.option(key, value)}" for key, value in options.items() if value not in (None, False)]
     step = f'"$MEGAFLOW_PYTHON" -m megaflow_hpc.prove.node {arguments} {shlex.quote(str(folder / "shared"))}'
     lines += ["role=pods", f". {shlex.quote(str(proof.environment_script()))}"]  # the pods' own set-up, too
-    lines += [f"srun --mpi=none --export=ALL --wait=0 ${{megaflow_srun:-}} {step}"]
+    lines += [f"srun --mpi=none --export=ALL --wait=0 {step}"]
     write_atomic(folder / "job.sh", "\n".join(lines) + "\n")
     return proof.submit(str(folder / "job.sh")), folder
 
@@ -420,7 +422,7 @@ def _preempt(proof: ProofSite, run: Run, options: list[str]) -> None:
 
 REQUEUE = (
     "ask the site whether jobs may requeue themselves (JobRequeue of slurm.conf), and remove no-requeue from "
-    "slurm.extra; until then keep megaflow-hpc run open: it submits new jobs instead"
+    "slurm; until then keep megaflow-hpc run open: it submits new jobs instead"
 )
 QUEUED = "wait longer (--wait), or name a partition with idle nodes; squeue --me --start says when jobs may start"
 REMEDIES = {

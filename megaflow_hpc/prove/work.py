@@ -13,7 +13,7 @@ from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
 IMAGE = "prove-image"
 """Name of the image of all tasks in ``environment.images``."""
 TASKS = 12
-"""Number of tasks. Large enough for the walltime trial with any ``slurm.lead_s``."""
+"""Number of tasks. Large enough for the walltime trial with any ``slurm.pods.signal``."""
 SOLUTION = "echo 42 > answer"
 
 

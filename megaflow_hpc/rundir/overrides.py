@@ -26,7 +26,7 @@ OPTIONS = {
     "mem_gb": ("mem", "mem-per-cpu", "mem-per-gpu"),
     "partition": ("partition",),
 }
-"""Keys that may be overridden. Each maps to the equivalent sbatch options, which may occur in ``extra``."""
+"""Keys that may be overridden. Each maps to the equivalent sbatch options, which the section may contain instead."""
 
 Changes = Mapping[str, Mapping[str, Any]]
 
@@ -80,16 +80,16 @@ def _with(config: CampaignConfig, changes: Changes) -> CampaignConfig:
     slurm = config.slurm.model_dump()
     for role, values in changes.items():
         section = slurm[role]
-        extra = section if role == "gather" else section["extra"]  # ``slurm.gather`` holds sbatch options only
         for key, value in values.items():
-            for name in [name for name in extra if _option(name) in OPTIONS[key]]:
-                del extra[name]
+            for name in [name for name in section if _option(name) in OPTIONS[key]]:
+                del section[name]
             if role == "gather" and key == "mem_gb":
                 section["mem"] = None if value is None else f"{round(value * 1000)}M"
             else:
                 section[key] = value
-            if shared := [name for name in slurm["extra"] if _option(name) in OPTIONS[key]]:
-                raise ConfigError(f"slurm.extra sets {shared[0]} for every job of this run; plan a new run without it")
+            kept = OPTIONS[key] if value is None else OPTIONS[key][1:]  # Slurm refuses mem next to mem-per-cpu
+            if shared := [name for name in slurm if _option(name) in kept]:
+                raise ConfigError(f"slurm.{shared[0]} is set for every job of this run; plan a new run without it")
     return config.model_copy(update={"slurm": resolved(SlurmConfig, slurm)})
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from megaflow_hpc.config.model import ENDPOINTS
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.layout import RunDir, read_json, try_read_json
 from megaflow_hpc.rundir.record import read_run
@@ -69,7 +70,7 @@ def policy_of(run: RunDir, policy: str | None) -> tuple[str, Mapping[str, Any]]:
         unnamed = "several policies have models; name one with --policy" if models else "no policy has a model"
         problem = f"no policy {policy!r} with a model" if policy else unnamed
         raise ConfigError(f"{run}: {problem}; there are: {', '.join(sorted(models)) or 'none'}")
-    if models[policy].get("engine") == "external":
+    if models[policy].get("engine") in ENDPOINTS:
         raise ConfigError(f"{run}: policy {policy!r} is an external endpoint, whose weights cannot be changed")
     return policy, models[policy]
 

@@ -250,7 +250,7 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     (
         "RESV_DEL_HOLD",
         "its reservation was deleted, so Slurm holds it",
-        "name another reservation or none in slurm.extra, then: cancel RUN, resume RUN; or scontrol release JOB",
+        "name another reservation or none (slurm.reservation), then: cancel RUN, resume RUN; or scontrol release JOB",
     ),
     (
         "SPECIAL_EXIT",
@@ -265,7 +265,7 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     ("Licenses", "it waits for licenses that other jobs use", ""),
     ("InvalidAccount|AccountNotAllowed", "its account may not run there", "correct slurm.account"),
-    ("InvalidQOS|QOSNotAllowed", "its QOS may not be used there", "correct qos under slurm.extra"),
+    ("InvalidQOS|QOSNotAllowed", "its QOS may not be used there", "correct slurm.qos"),
     (
         "(QOS|Assoc)(Max|Grp).*Minutes.*|QOSUsageThreshold",
         "the allocation of time is used up",

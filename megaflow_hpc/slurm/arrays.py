@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.config.slurm import option_name
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.atomic import make_directory, write_json
 from megaflow_hpc.host.locks import locked_if_supported
@@ -35,7 +36,7 @@ from megaflow_hpc.slurm import script, site
 from megaflow_hpc.slurm.fits import charged, seconds, timed
 from megaflow_hpc.slurm.ids import array_of, cluster_of, named, number, scancel
 from megaflow_hpc.slurm.limits import Allowance, Amounts, at_once, chunks, impossible, resource_caps
-from megaflow_hpc.slurm.script import GATHER_WARN_S, Job, option_name, pod_job, server_job, service_job, trainer_job
+from megaflow_hpc.slurm.script import GATHER_WARN_S, Job, pod_job, server_job, service_job, trainer_job
 
 if TYPE_CHECKING:
     from megaflow_hpc.slurm.submission import ArrayJob
@@ -72,7 +73,7 @@ def cpus_per_gpu(config: CampaignConfig, run: RunDir, group: ServerGroup) -> int
     def job(cpus: int | None) -> Job:
         return server_job(config, run, 1, group.gpus, nodes=group.nodes, cpus_per_gpu=cpus)
 
-    return _default_cpus_per_gpu(config, group.gpus, extra, job)
+    return _default_cpus_per_gpu(group.gpus, extra, job)
 
 
 def trainer_jobs(config: CampaignConfig, run: RunDir, policies: Collection[str] | None = None) -> Iterator[Job]:
@@ -81,19 +82,16 @@ def trainer_jobs(config: CampaignConfig, run: RunDir, policies: Collection[str] 
         return
     trainer = config.slurm.trainer
     extra = {**config.slurm.extra, **trainer.extra}
-    cpus = _default_cpus_per_gpu(config, trainer.gpus, extra, lambda cpus: trainer_job(config, run, "any", cpus))
+    cpus = _default_cpus_per_gpu(trainer.gpus, extra, lambda cpus: trainer_job(config, run, "any", cpus))
     for policy in config.training.policies:
         if policies is None or policy in policies:
             yield timed(trainer_job(config, run, policy, cpus))
 
 
-def _default_cpus_per_gpu(
-    config: CampaignConfig, gpus: int, extra: Collection[str], job: Callable[[int | None], Job]
-) -> int | None:
+def _default_cpus_per_gpu(gpus: int, extra: Collection[str], job: Callable[[int | None], Job]) -> int | None:
     """Returns the default number of CPUs per GPU. ``None`` if the campaign or Slurm sets it, or if limits forbid the
     default."""
-    chosen = config.slurm.servers.cpus_per_gpu or {option_name(name) for name in extra} & _CPU_OPTIONS
-    if chosen or not gpus or not site.has_slurm():
+    if not gpus or {option_name(name) for name in extra} & _CPU_OPTIONS or not site.has_slurm():
         return None
     cpus = None
     with contextlib.suppress(SiteError):

@@ -14,9 +14,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from megaflow_hpc.config.slurm import option_name
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.slurm import limits, site
-from megaflow_hpc.slurm.script import Job, option_name
+from megaflow_hpc.slurm.script import Job
 from megaflow_hpc.slurm.site import Partition
 
 
@@ -198,7 +199,7 @@ def _partition_refusals(key: str, options: Mapping[str, Any]) -> list[str]:
     gpu_refusals = _gpu_refusals(key, options, job, partitions)
     # By default, each GPU brings its share of the node's CPUs: then too many GPUs are the only mistake.
     if cpus > (most := max(p.cpus for p in partitions)) and not gpu_refusals:
-        keys = "ranks_per_node and cpus_per_rank" if key.startswith("slurm.pods") else "cpus_per_gpu"
+        keys = "ranks_per_node and cpus_per_rank" if key.startswith("slurm.pods") else "cpus-per-gpu"
         keys = "cpus" if key == "slurm.gather" else keys
         reasons.append(
             f"{key}.{keys}: {cpus} CPUs on each node, and one of partition {names} has {most}; ask for fewer"

@@ -21,9 +21,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megaflow_hpc.config.slurm import option_name
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.slurm import site
-from megaflow_hpc.slurm.script import option_name
 
 Amounts = dict[str, int]
 """Maps each resource to its amount. Memory is in MB."""

@@ -72,7 +72,7 @@ for MEGAFLOW_MPI in $MEGAFLOW_MPI; do
     # --cpus-per-task. --export=ALL: the ranks need the variables above, whatever --export the job was submitted with.
     # shellcheck disable=SC2086 # env.sh sets words without blanks
     srun --export=ALL --mpi="$MEGAFLOW_MPI" --kill-on-bad-exit=0 --no-kill --wait=0 --label \
-        --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" ${megaflow_srun:-} \
+        --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
         "$MEGAFLOW_PYTHON" -m megaflow_hpc.pod "$RUN" @ENGINES@ &
     step=$!
     outcome "$step"

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from importlib import resources
 from typing import Any, Literal
 
-from megaflow_hpc.config import CampaignConfig, PodPoolConfig
-from megaflow_hpc.config.slurm import CPUS_PER_RANK, LEAD_S, PodsConfig
+from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.config.slurm import CPUS_PER_RANK, LEAD_S, PodsConfig, ServersConfig, TrainerConfig, option_name
 from megaflow_hpc.rundir.layout import RunDir
 
 Role = Literal["pods", "servers", "trainer", "gather"]
@@ -126,11 +126,6 @@ def _engine_part(server: int) -> str:
     )
 
 
-def option_name(name: str) -> str:
-    """Converts an option to sbatch's spelling: ``--qos`` → ``qos``, ``mem_per_cpu`` → ``mem-per-cpu``."""
-    return name.strip("-").replace("_", "-")
-
-
 def option(name: str, value: Any) -> str:
     """Formats an sbatch option for ``#SBATCH`` lines and command lines."""
     name = option_name(name)
@@ -169,10 +164,31 @@ def _common(config: CampaignConfig, run: RunDir, role: str) -> dict[str, Any]:
     return {
         "job-name": config.name,
         "comment": run.path.name,
-        "account": config.slurm.account,
         "output": run.log(role),
         "open-mode": "append",
     }
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _requests(
+    config: CampaignConfig,
+    section: PodsConfig | ServersConfig | TrainerConfig,
+    partition: str | None,
+    mem_gb: float | None,
+) -> dict[str, Any]:
+    """Returns what a section requests. It takes precedence over the options of all jobs."""
+    own = {"partition": partition, "mem": _megabytes(mem_gb), "time": _walltime(section.time)}
+    return {**own, **config.slurm.extra, **_given(own), **section.extra}
+
+
+def _with_cpus(options: dict[str, Any], gpus: int, default: int | None) -> dict[str, Any]:
+    """Replaces ``cpus-per-gpu`` by CPUs per task, which the scripts pass on to ``srun``."""
+    given = [options.pop(name) for name in list(options) if option_name(name) == "cpus-per-gpu"]
+    each = given[-1] if given else default
+    return {**options, "cpus-per-task": options.get("cpus-per-task") or (each and each * max(1, gpus))}
 
 
 def pod_job(
@@ -180,7 +196,7 @@ def pod_job(
     run: RunDir,
     count: int | None = None,
     dependency: str | None = None,
-    pool: PodPoolConfig | None = None,
+    pool: PodsConfig | None = None,
     throttle: int | None = None,
 ) -> Job:
     """Returns a pod array. Each element is one MPI world on ``pods.nodes`` nodes.
@@ -194,24 +210,19 @@ def pod_job(
     pods = config.slurm.pods
     own: dict[str, Any] = {}
     if pool:
-        own = {"partition": pool.partition, "time": _walltime(pool.time)}
-        own = {name: value for name, value in own.items() if value is not None} | pool.extra
+        own = _given({"partition": pool.partition, "time": _walltime(pool.time)}) | pool.extra
     options = {
         **_common(config, run, "pod"),
-        "partition": pods.partition,
         "nodes": pods.nodes,
         "ntasks-per-node": pods.ranks,
         "cpus-per-task": pods.cpus_per_rank or CPUS_PER_RANK,
-        "mem": _megabytes(pods.mem_gb),
-        "time": _walltime(pods.time),
         "signal": f"B:USR2@{config.slurm.lead_s}",
         "requeue": True,
         "dependency": dependency,
-        **config.slurm.extra,
-        **pods.extra,
+        **_requests(config, pods, pods.partition, pods.mem_gb),
         **own,
     }
-    cluster = (pool.cluster if pool else None) or ""
+    cluster = pool.cluster if pool else ""
     if cluster:
         options |= {"clusters": cluster, "dependency": None}  # a job cannot depend on jobs of another cluster
     elements = count or (pool or pods).count
@@ -244,23 +255,18 @@ def server_job(
         gpu_type: Slurm's name for the GPU type. Default: any type.
     """
     servers = config.slurm.servers
-    each = servers.cpus_per_gpu or cpus_per_gpu
     options = {
         **_common(config, run, "server"),
-        "partition": servers.partition,
         "nodes": nodes,
         "ntasks": nodes,
         "ntasks-per-node": 1 if nodes > 1 else None,
         "gres": _gpus(gpus, gpu_type),
-        "cpus-per-task": each and each * max(1, gpus),
-        "mem": _megabytes(servers.mem_gb),
-        "time": _walltime(servers.time),
         "signal": f"B:USR2@{WARN_S}",
         "requeue": True,
         "hold": held,
-        **config.slurm.extra,
-        **servers.extra,
+        **_requests(config, servers, servers.partition, servers.mem_gb),
     }
+    options = _with_cpus(options, gpus, cpus_per_gpu)
     base = first if largest is not None and first + elements - 1 > largest else 0
     return Job("servers", options, elements, first - base, base, run=str(run))
 
@@ -280,18 +286,15 @@ def service_job(
         largest: As in :func:`server_job`.
     """
     pods = config.slurm.pods
+    mem_gb = None if memory_mb is None else (memory_mb + SERVICE_SERVER_MB) / 1000
     options = {
         **_common(config, run, "server"),
-        "partition": pods.partition,
         "nodes": 1,
         "ntasks": 1,
         "cpus-per-task": cpus,
-        "mem": _megabytes(None if memory_mb is None else (memory_mb + SERVICE_SERVER_MB) / 1000),
-        "time": _walltime(pods.time),
         "signal": f"B:USR2@{WARN_S}",
         "requeue": True,
-        **config.slurm.extra,
-        **pods.extra,
+        **_requests(config, pods, pods.partition, mem_gb),
     }
     base = index if largest is not None and index > largest else 0
     return Job("servers", options, 1, index - base, base, run=str(run), section="pods")
@@ -329,22 +332,18 @@ def trainer_job(config: CampaignConfig, run: RunDir, policy: str, cpus_per_gpu: 
         cpus_per_gpu: CPUs per GPU if the campaign does not set them. Default: Slurm's default.
     """
     trainer, servers = config.slurm.trainer, config.slurm.servers
-    each = servers.cpus_per_gpu or cpus_per_gpu
+    given = {option_name(name): value for name, value in servers.extra.items()}
     options = {
         **_common(config, run, "trainer"),
         "output": str(run.logs / "trainer-%j.log"),
-        "partition": trainer.partition or servers.partition,
         "nodes": trainer.nodes,
         "ntasks-per-node": 1,
         "gres": _gpus(trainer.gpus, trainer.gpu_type),
-        "cpus-per-task": each and each * max(1, trainer.gpus),
-        "mem": _megabytes(trainer.mem_gb),
-        "time": _walltime(trainer.time),
         "signal": f"B:USR2@{TRAINER_WARN_S}",
         "requeue": True,
-        **config.slurm.extra,
-        **trainer.extra,
+        **_requests(config, trainer, trainer.partition or servers.partition, trainer.mem_gb),
     }
+    options = _with_cpus(options, trainer.gpus, given.get("cpus-per-gpu", cpus_per_gpu))
     return Job("trainer", options, run=str(run), policy=policy)
 
 

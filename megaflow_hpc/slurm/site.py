@@ -357,7 +357,7 @@ def check_site(config: CampaignConfig, where: Any) -> None:
         ConfigError: A partition does not exist. The message names it and lists the existing partitions.
     """
     slurm = config.slurm
-    wanted = [(f"slurm.pods.pools.{n}", pool.partition, pool.cluster or "") for n, pool in enumerate(slurm.pods.pools)]
+    wanted = [(f"slurm.pods.pools.{n}", pool.partition, pool.cluster) for n, pool in enumerate(slurm.pods.pools)]
     wanted.append(("slurm.pods", slurm.pods.partition, ""))
     if any(policy.model for policy in config.policies().values()):
         wanted.append(("slurm.servers", slurm.servers.partition, ""))

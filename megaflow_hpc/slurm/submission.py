@@ -119,12 +119,12 @@ def submit(run: RunDir, job: Job) -> list[ArrayJob]:
 KEYS = (
     ("wall ?time|time limit|--time|time must", "slurm.{role}.time"),
     (r"account(?!ing)|\bproject\b", "slurm.account"),
-    (r"\bqos\b|quality of service", "slurm.extra: {{qos: …}}"),
+    (r"\bqos\b|quality of service", "slurm.qos"),
     ("partition|queue", "slurm.{role}.partition"),
-    (r"constraint|\bfeature", "slurm.extra: {{constraint: …}}"),
-    (r"\bgpus?\b|gres", "the GPUs of the model or slurm.{role}.extra"),
+    (r"constraint|\bfeature", "slurm.constraint"),
+    (r"\bgpus?\b|gres", "the GPUs of the model or slurm.{role}.gres"),
     ("memory|--mem", "slurm.{role}.mem_gb"),
-    ("licen[cs]e", "slurm.extra: {{licenses: …}}"),
+    ("licen[cs]e", "slurm.licenses"),
 )
 """Pairs of a pattern in an error message from Slurm or the site, and the campaign key that probably causes the
 error."""

@@ -94,7 +94,7 @@ serve() {
         began=$SECONDS
         # shellcheck disable=SC2086 # env.sh sets words without blanks
         srun --overlap --export=ALL --mpi=none --nodes=1 --ntasks=1 --wait=0 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
-            ${megaflow_srun:-} bash -c "$task" server "$MEGAFLOW_PYTHON" \
+            bash -c "$task" server "$MEGAFLOW_PYTHON" \
             -m megaflow_hpc.model.server "$RUN" --policy "$policy" &
         server=$!
         outcome "$server"
@@ -147,7 +147,7 @@ while :; do
     rm -f "$private"/store "$private"/rendezvous*
     # shellcheck disable=SC2086 # as above
     srun --export=ALL --mpi=none --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=0 \
-        --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" ${megaflow_srun:-} \
+        --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
         bash -c "$task" trainer "${command[@]}" &
     step=$!
     [ ! -e "$private/served" ] || kill -USR1 "$step"

@@ -28,7 +28,7 @@ from tests.support.training import Engines, Pods, training_run
 
 POLICIES = ("author", "second")
 ROLES = [("writer", "author"), ("checker", "second"), ("writer", "author")]
-TEAM = {"roles": {"writer": "author", "checker": {"policy": "second", "reward": "right"}}}
+TEAM = {"writer": "author", "checker": {"policy": "second", "reward": "right"}}
 STEPS, BATCH, SAMPLES = 8, 3, 4
 LIMIT_S = 300.0
 

@@ -201,7 +201,7 @@ def team(asked: argparse.Namespace) -> int:
     team_models(asked.folder)
     paths = {"author": "models/writer", "second": "models/checker"}
     campaign["models"] = {name: {**copy.deepcopy(model), "path": path} for name, path in paths.items()}
-    campaign["team"] = {"roles": {"writer": "author", "checker": {"policy": "second", "reward": "right"}}}
+    campaign["team"] = {"writer": "author", "checker": {"policy": "second", "reward": "right"}}
     both = {name: copy.deepcopy(policies["default"]) for name in campaign["models"]}
     both["second"]["loss"]["entropy"] = 0.01  # a checker that has given up one answer cannot return to it
     if asked.shuffle:

@@ -188,7 +188,7 @@ def test_a_team_learns_in_one_campaign_although_each_trainer_is_killed(tmp_path:
         "agent": {"name": "megaflow_hpc.agents.teams:WriterChecker", "args": {"rounds": 1}},
         "samples": 2,
         "models": {"author": engine, "second": engine},
-        "team": {"roles": {"writer": "author", "checker": {"policy": "second", "reward": "right"}}},
+        "team": {"writer": "author", "checker": {"policy": "second", "reward": "right"}},
         "training": {"policies": {"author": {}, "second": {}}, "batch": 2, "staleness": 1, "steps": 3},
     }
     (tmp_path / "campaign.yaml").write_text(yaml.safe_dump(fields, sort_keys=False))

@@ -65,8 +65,8 @@ def test_what_slurm_said_is_shown_with_the_remedy(run: RunDir, monkeypatch: pyte
     around.refuse("7_0", "Unable to contact slurm controller")
     assert around.jobs.refused() == [
         "Slurm has not requeued pod 7_0 yet: 'Unable to contact slurm controller'; the request is repeated",
-        f"pod 7_1 ended, and Slurm did not requeue it: '{DISABLED}'; it was submitted with Requeue=0, by slurm.extra "
-        f"or by the site; continue with: megaflow-hpc scale {run} --pods 4",
+        f"pod 7_1 ended, and Slurm did not requeue it: '{DISABLED}'; it was submitted with Requeue=0, by the campaign "
+        f"file or by the site; continue with: megaflow-hpc scale {run} --pods 4",
     ]
     around.states.clear()
     assert around.jobs.refused()[0].endswith(f"continue with: megaflow-hpc resume {run}")

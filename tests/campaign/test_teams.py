@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from megaflow_hpc import open_trajectories
-from megaflow_hpc.config import parse
+from megaflow_hpc.config import CampaignConfig, parse, resolved
 from megaflow_hpc.errors import ConfigError
 from tests.support.campaigns import cli, run_local
 
@@ -21,7 +21,7 @@ FIELDS: dict[str, Any] = {
     "agent": "megaflow_hpc.agents.teams:WriterChecker",
     "samples": 4,
     "models": {"author": MODEL, "second": MODEL},
-    "team": {"roles": {"writer": "author", "checker": {"policy": "second", "reward": "right"}}},
+    "team": {"writer": "author", "checker": {"policy": "second", "reward": "right"}},
 }
 TASKS = """\
 class Sum:
@@ -42,7 +42,12 @@ def test_only_the_owner_runs_rollouts() -> None:
     assert {name: policy.samples for name, policy in campaign.policies().items()} == {"author": 4, "second": 0}
     assert campaign.team
     assert (campaign.team.owner, campaign.team.owning_policy) == ("writer", "author")
-    assert parse({**FIELDS, "team": {**FIELDS["team"], "owner": "checker"}}).policies()["second"].samples == 4
+    assert parse({**FIELDS, "team": {"checker": "second", "writer": "author"}}).policies()["second"].samples == 4
+    stored = json.loads(json.dumps(campaign.model_dump(mode="json"), sort_keys=True))
+    again = resolved(CampaignConfig, stored)
+    assert again == campaign
+    assert again.team
+    assert again.team.owner == "writer", "a run's file does not keep the order of roles"
     # Trainers give the tasks to its agents by their shares, even if only another role is trained.
     agents = [{"name": "nop", "share": 2}, "oracle"]
     assert parse({**FIELDS, "agent": agents, "training": {"policies": {"second": {}}}})
@@ -51,18 +56,19 @@ def test_only_the_owner_runs_rollouts() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"team": {"roles": {}}}, "team.roles: names no role; write roles: {writer: default}"),
+        ({"team": {}}, "team: names no role; write team: {writer: default}"),
         (
-            {"team": {"roles": {"writer": "nobody"}}},
+            {"team": {"writer": "nobody"}},
             "writer.policy: 'nobody' is not a model; .* author, sec",
         ),
         (
-            {"team": {"roles": {"a": "author", "b": "c", "c": "b"}}},
-            "team.roles.b.policy: 'c' is another role, and a role needs a model",
+            {"team": {"a": "author", "b": "c", "c": "b"}},
+            "team.b.policy: 'c' is another role, and a role needs a model",
         ),
-        ({"team": {"roles": {"a/b": "author"}}}, "role 'a/b' must be letters"),
-        ({"team": {"roles": {"writer": "author"}}}, "models.second: has no role in team.roles; give it one"),
-        ({"team": {**FIELDS["team"], "owner": "editor"}}, "owner: 'editor' is not a role; the roles are: writer, ch"),
+        ({"team": {"a/b": "author"}}, "role 'a/b' must be letters"),
+        ({"team": {"writer": "author"}}, "models.second: has no role in team; give it one"),
+        ({"team": {"roles": FIELDS["team"]}}, "team: roles: write the roles directly, the owner first"),
+        ({"team": {"roles": FIELDS["team"], "owner": "editor"}}, "team: roles: write the roles directly"),
         (
             {"models": {"author": MODEL, "second": {**MODEL, "samples": 2}}},
             "models.second.samples: only role 'writer' runs rollouts",
@@ -73,7 +79,7 @@ def test_only_the_owner_runs_rollouts() -> None:
         ),
         (
             {"models": {"author": MODEL, "second": {**MODEL, "judge": True}}},
-            "team.roles.checker.policy: 'second' is a judge, which agents cannot call; leave judge out",
+            "team.checker.policy: 'second' is a judge, which agents cannot call; leave judge out",
         ),
         (
             {"training": {"policies": {"author": {"snapshot": {"author": 10}}}}},
@@ -81,7 +87,7 @@ def test_only_the_owner_runs_rollouts() -> None:
         ),
         (
             {"agent": ["nop", {"as": "writer", "name": "oracle"}]},
-            "team.roles: 'writer' is also the name of an agent, and both have a metric of that name",
+            "team: 'writer' is also the name of an agent, and both have a metric of that name",
         ),
         (
             {"samples": 1, "training": {"policies": {"second": {}}}},
@@ -205,7 +211,7 @@ def test_the_example_agents_have_tasks_with_a_reward_for_each_role(tmp_path: Pat
         "tasks": "talks:Talk",
         "agent": [{"as": name, "name": f"megaflow_hpc.agents.teams:{name}"} for name in PLAYED],
         "models": {name: {"engine": "scripted", "script": "answers.yaml"} for name in ("even", "odd")},
-        "team": {"roles": {role: ("even", "odd")[number % 2] for number, role in enumerate(roles)}},
+        "team": {role: ("even", "odd")[number % 2] for number, role in enumerate(roles)},
         "environment": {"network": "none", "images": {"base": str(base_sif)}},
     }
     (tmp_path / "campaign.yaml").write_text(yaml.safe_dump(fields, sort_keys=False))
@@ -218,5 +224,5 @@ def test_the_example_agents_have_tasks_with_a_reward_for_each_role(tmp_path: Pat
         for row in store:
             played = {(turn.role, turn.policy) for turn in row.turns}
             assert {role for role, _ in played} == {*PLAYED[row.agent]}
-            assert played <= {*fields["team"]["roles"].items()}
+            assert played <= {*fields["team"].items()}
             assert all(turn.sequence >= 0 for turn in row.turns), "every call has its tokens"

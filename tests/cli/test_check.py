@@ -186,7 +186,7 @@ def test_without_a_named_partition_the_default_one_refuses_nothing(
     write_program(slurm / "sacctmgr", "exit 1")
     right = campaign.read_text()
     pods = "time: 2-0, mem_gb: 400, nodes: 9"
-    campaign.write_text(f"{right}slurm: {{extra: {{constraint: cpu}}, pods: {{{pods}}}}}\n")
+    campaign.write_text(f"{right}slurm: {{constraint: cpu, pods: {{{pods}}}}}\n")
     done = megaflow("check", campaign)
     assert (done.returncode, done.stdout) == (0, f"{campaign}: ok: 2 tasks, 4 rollouts\n"), done.stderr
     for line in (
@@ -316,8 +316,8 @@ def test_gpus_of_a_type_are_refused_where_there_are_none(campaign: Path, slurm: 
     assert said("gpus: 9, gpu_type: 3090").startswith(
         f"{place}: 9 3090 GPUs per node, but a node of partition gpu has 8"
     )
-    assert said("gpu_type: 3090", ", extra: {gres: 'gpu:h100:1'}").startswith(
-        f"{campaign}:6: slurm.servers.extra: gres: gpu:h100:1: replaces model.gpu_type: 3090; write gpus and gpu_type"
+    assert said("gpu_type: 3090", ", gres: 'gpu:h100:1'").startswith(
+        f"{campaign}:6: slurm.servers.gres: gpu:h100:1: replaces model.gpu_type: 3090; write gpus and gpu_type"
     )
     assert "gpu_type: a100: gpus is 0; raise it, or leave gpu_type out" in said("gpus: 0, gpu_type: a100")
 
@@ -464,17 +464,18 @@ def test_a_group_shares_a_site_profile(
     profile = shared / "hpc.yaml"
     profile.write_text(
         "slurm:\n  account: ml\n  setup: [module load apptainer]\n"
-        "  pods: {partition: cpu, count: 3, extra: {qos: low}}\n"
+        "  pods: {partition: cpu, count: 3, qos: low}\n"
         "model:\n  python: /opt/vllm\n"
     )
     right = campaign.read_text()
-    campaign.write_text(f"{right}site: hpc\nslurm: {{account: mine, pods: {{count: 1, extra: {{nice: 5}}}}}}\n")
+    campaign.write_text(f"{right}site: hpc\nslurm: {{account: mine, pods: {{count: 1, nice: 5}}}}\n")
     done = megaflow("plan", campaign)
     assert done.returncode == 0, done.stderr
     record = json.loads((Path(done.stdout.strip()) / "run.json").read_text())
     slurm = record["campaign"]["slurm"]
     assert (slurm["account"], slurm["setup"], slurm["pods"]["partition"]) == ("mine", ["module load apptainer"], "cpu")
-    assert (slurm["pods"]["count"], slurm["pods"]["extra"]) == (1, {"qos": "low", "nice": 5})
+    pods = slurm["pods"]
+    assert (pods["count"], pods["qos"], pods["nice"]) == (1, "low", 5)
     assert record["campaign"]["model"] is None  # a profile completes models and never creates them
     assert (record["site"]["name"], record["site"]["file"]) == ("hpc", str(profile))
     assert record["site"]["fields"]["model"] == {"python": "/opt/vllm"}
@@ -494,7 +495,7 @@ def test_a_group_shares_a_site_profile(
         profile.write_text(text)
         assert megaflow("check", campaign).stderr.startswith(said)
     (own / "hpc.yaml").write_text("slurm: {account: own}\n")
-    assert config.load(campaign).slurm.account == "own"
+    assert config.load(campaign).slurm.extra == {"account": "own"}
     (own / "hpc.yaml").chmod(0o666)
     assert "everybody may write to this site profile" in megaflow("check", campaign).stderr
     campaign.write_text(f"{right}site: hcp\n")
@@ -519,7 +520,7 @@ def test_init_writes_a_campaign_for_this_site_and_asks_nothing(
     assert len(text.splitlines()) <= 40
     assert max(map(len, text.splitlines())) <= 120
     found = config.load(place / "campaign.yaml")
-    assert (found.name, found.slurm.account, found.agent[0].name) == ("my-bugs", "ml", "oracle")
+    assert (found.name, found.slurm.extra["account"], found.agent[0].name) == ("my-bugs", "ml", "oracle")
     assert "account: ml  # also: vision" in text
     pods, servers = found.slurm.pods, found.slurm.servers
     assert (pods.partition, pods.time, pods.ranks_per_node) == ("cpu", "4:00:00", 4)
@@ -554,7 +555,7 @@ def test_init_writes_a_campaign_for_this_site_and_asks_nothing(
     found = config.load(place / "two.yaml")
     assert (found.site, found.agent[0].name, found.tasks[0].path) == ("hpc", "mini-swe-agent", "tasks/*")
     assert found.model is not None
-    assert (found.model.path, found.slurm.account) == ("some/model", "ml")
+    assert (found.model.path, found.slurm.extra["account"]) == ("some/model", "ml")
 
 
 def test_a_dry_run_says_what_a_campaign_would_take_and_touches_nothing(

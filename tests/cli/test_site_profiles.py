@@ -90,7 +90,7 @@ def test_a_whole_campaign_is_planned_with_a_profile_and_each_job_asks_for_its_pa
     model = "model: {path: model, gpus: 4}\nsamples: 4\ntraining: {policies: {default: }}\n"
     campaign.write_text(f"{text}site: {name}\n{model}slurm: {{account: project}}\n")
     loaded = config.load(campaign)
-    assert loaded.slurm.account == "project"
+    assert loaded.slurm.extra == {"account": "project"}
     assert loaded.slurm.pods.ranks_per_node == slurm["pods"]["ranks_per_node"]
     done = megaflow("submit", campaign, "--dry-run", "--json")
     assert done.returncode == 0, done.stderr
@@ -100,7 +100,10 @@ def test_a_whole_campaign_is_planned_with_a_profile_and_each_job_asks_for_its_pa
     for role in ("pods", "servers", "trainer", "gather"):
         section, script = slurm[role], next(text for job, text in roles.items() if job in role or role in job)
         assert "#SBATCH --account=project" in script
-        expected = {"partition": section.get("partition"), **section.get("extra", {})}
+        fields = () if role == "gather" else type(getattr(loaded.slurm, role)).model_fields
+        expected = {name: value for name, value in section.items() if name == "partition" or name not in fields}
+        if cpus := expected.pop("cpus-per-gpu", None):  # of the model's four GPUs
+            expected["cpus-per-task"] = 4 * cpus
         for option, value in expected.items():
             assert value is None or f"#SBATCH --{option}={value}" in script, role
     done = megaflow("plan", campaign)

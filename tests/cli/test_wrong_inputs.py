@@ -190,7 +190,7 @@ VALUES = {
     "environment: gateway": "environment 'gateway': expected keys such as network: and images:",
     "environment: {nested: perhaps}": "environment.nested 'perhaps': expected true or false",
     "environment: {limits: {cpus: abc}}": "environment.limits.cpus 'abc': expected a number above 0",
-    "pool: {weights: {a: heavy}}": "pool.weights.a 'heavy': expected a number above 0",
+    "pool: {a: heavy}": "pool.a 'heavy': expected a number above 0",
     "limits: 3": "limits 3: expected keys such as core_hours: and gpu_hours:",
     "limits: {core_hours: -1}": "limits.core_hours -1: expected a number above 0",
     "slurm: {pods: {mem_gb: 4G}}": "mem_gb '4G': expected a number of at least 0.001; write the number of GB alone",

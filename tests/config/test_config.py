@@ -46,10 +46,9 @@ environment: {network: gateway, images: {name: docker://name}}
 slurm:
   account: null
   setup: []
-  extra: {}
   pods: {partition: null, count: 1, nodes: 1, ranks_per_node: null, slots_per_rank: null, cpus_per_rank: null,
-         mem_gb: null, time: null, extra: {}}
-  servers: {partition: null, time: null, extra: {}}
+         mem_gb: null, time: null}
+  servers: {partition: null, time: null}
 limits: {core_hours: null, gpu_hours: null, wall: null}
 """
 """Keys that other programs write. They change only with a migration."""
@@ -60,6 +59,40 @@ def test_the_stable_part_of_the_campaign_file_is_read(tmp_path: Path) -> None:
     assert campaign.model is not None
     assert campaign.model.servers == (1, 4)
     assert campaign.slurm.pods.ranks_per_node == 2
+
+
+def test_options_of_sbatch_are_keys_of_their_section_and_stay_so_in_a_run() -> None:
+    options = {"account": "lab", "mem_per_cpu": "2G", "disable-turbomode": True, "--image": "a plugin's"}
+    fields = {"name": "x", "tasks": "t", "agent": "nop", "slurm": {**options, "pods": {"qos": "long", "time": 5}}}
+    campaign = config.parse(fields)
+    assert (campaign.slurm.extra, campaign.slurm.pods.extra) == (options, {"qos": "long"})
+    stored = campaign.model_dump(mode="json")
+    assert stored["slurm"]["mem_per_cpu"] == "2G"
+    assert config.parse(stored) == config.resolved(config.CampaignConfig, stored) == campaign
+
+
+def test_an_engine_pool_of_an_earlier_version_is_read() -> None:
+    fields = {"name": "x", "model": {"path": "m"}, "pool": {"in_flight": 2, "weights": {"ada": 3}}}
+    campaign = config.resolved(config.CampaignConfig, fields)
+    assert (campaign.pool, campaign.quotas.in_flight) == ({"ada": 3}, 2)
+
+
+def test_models_of_an_earlier_version_are_read() -> None:
+    also = [{"engine": "external", "base_url": "http://h", "api": "gemini"}]
+    api = {"engine": "external", "base_url": "http://h", "api": "openai", "also": also}
+    fields = {"name": "x", "tasks": ["t"], "agent": ["nop"], "models": {"a": api, "b": {"pool": "/runs/p"}}}
+    models = config.resolved(config.CampaignConfig, fields).models
+    assert [kind.engine for kind in models["a"].kinds()] == ["openai", "gemini"]
+    assert (models["a"].is_external, models["b"].engine, models["b"].pool) == (True, "pool", "/runs/p")
+
+
+def test_options_of_sbatch_in_a_run_of_an_earlier_version_are_read() -> None:
+    slurm = {"account": "lab", "extra": {"qos": "low"}, "layout": "arrays", "pods": {"extra": {"nice": 5}, "zone": 1}}
+    slurm["pods"]["pools"] = [{"cluster": "far", "extra": {}}]
+    campaign = config.resolved(config.CampaignConfig, {"name": "x", "tasks": ["t"], "agent": ["nop"], "slurm": slurm})
+    assert campaign.slurm.extra == {"account": "lab", "qos": "low"}
+    assert campaign.slurm.pods.extra == {"nice": 5}
+    assert campaign.slurm.pods.pools[0].cluster == "far"
 
 
 def test_a_list_of_agents_gives_a_policy_each(tmp_path: Path) -> None:
@@ -150,7 +183,23 @@ def test_a_time_is_text_and_not_a_number_to_base_60(tmp_path: Path) -> None:
         ),
         (
             MINIMAL + "slurm: {gather: {extra: {mem: 8G}}}\n",
-            "campaign.yaml:4: slurm.gather: extra: write its options directly into slurm.gather",
+            "campaign.yaml:4: slurm.gather: extra: write its options directly into the section, such as qos: long",
+        ),
+        (
+            MINIMAL + "slurm: {pods: {extra: {mem: 8G}}}\n",
+            "campaign.yaml:4: slurm.pods: extra: write its options directly into the section, such as qos: long",
+        ),
+        (
+            MINIMAL + "slurm:\n  constrain: gpu\n",
+            "campaign.yaml:5: unknown key 'slurm.constrain'; did you mean 'constraint'?",
+        ),
+        (
+            MINIMAL + "slurm: {pods: {rank_per_node: 3}}\n",
+            "campaign.yaml:4: unknown key 'slurm.pods.rank_per_node'; did",
+        ),
+        (
+            MINIMAL + "slurm: {pods: {cpus-per-rank: 3}}\n",
+            "campaign.yaml:4: unknown key 'slurm.pods.cpus-per-rank'; did",
         ),
         (MINIMAL + "slurm: {gather: {time: soon}}\n", "campaign.yaml:4: slurm.gather: time 'soon' is not a time"),
         (MINIMAL + "slurm: {pods: {time: soon}}\n", "campaign.yaml:4: slurm.pods.time 'soon': 'soon' is not a time"),
@@ -161,8 +210,8 @@ def test_a_time_is_text_and_not_a_number_to_base_60(tmp_path: Path) -> None:
         ),
         (MINIMAL + "limits: {wall: .inf}\n", "campaign.yaml:4: limits.wall inf: expected a number above 0"),
         (
-            MINIMAL + "pool:\n  weights:\n    a: 0\n",
-            "campaign.yaml:6: pool.weights.a 0: expected a number above 0",
+            MINIMAL + "pool:\n  a: 0\n",
+            "campaign.yaml:5: pool.a 0: expected a number above 0",
         ),
         (
             MINIMAL + "models: {a: {path: m, servers: {min: 1, max: 4}}}\n",
@@ -194,7 +243,7 @@ def test_a_walltime_in_which_nothing_can_run_is_refused(tmp_path: Path, section:
     [
         ("{path: m, thoughts: keep}", ""),
         ("{engine: external, base_url: http://h/v1, thoughts: keep}", ""),
-        ("{pool: p, thoughts: keep}", ""),
+        ("{engine: pool, path: p, thoughts: keep}", ""),
         ("{engine: sglang, path: m, thoughts: template}", ""),
         ("{engine: sglang, path: m, thoughts: keep}", "engine sglang; use vllm, or leave it out"),
         ("{path: m, thoughts: keep, also: [{engine: sglang}]}", "engine sglang; use vllm, or leave it out"),

@@ -166,7 +166,7 @@ def test_a_mistake_is_told_with_its_remedy(tmp_path: Path, text: str, expected: 
         ("{path: m, args: {generation-config: auto}}", "{}", "leave it out, or write vllm"),
         ("{path: m, also: [{args: {generation_config: auto}}]}", "{}", "leave it out, or write vllm"),
         ("{engine: external, base_url: 'http://x/v1'}", "{}", "engine external, which loads no trained weights"),
-        ("{pool: /runs/pool}", "{}", "an engine pool, which loads no trained weights"),
+        ("{engine: pool, path: /runs/pool}", "{}", "an engine pool, which loads no trained weights"),
     ],
 )
 def test_what_would_make_ratios_wrong_is_refused_by_its_key(

@@ -51,7 +51,7 @@ def test_a_campaign_of_two_partitions_grows_once_and_shrinks(make_campaign: Make
 def test_a_qos_that_allows_twelve_jobs_gets_as_many_pods_as_fit(make_campaign: Make) -> None:
     allowed = limits.allowance({"qos": "short"})
     assert (allowed.submit, allowed.running) == (12, 4)
-    campaign = make_campaign(2, pods(count=20, ranks=1) + "  extra: {qos: short, hold: true}\n")
+    campaign = make_campaign(2, pods(count=20, ranks=1) + "  qos: short\n  hold: true\n")
     run = Campaign.from_yaml(campaign).submit()
     try:
         live = run.slurm_jobs.live(0)
@@ -79,7 +79,7 @@ def test_a_qos_that_allows_twelve_jobs_gets_as_many_pods_as_fit(make_campaign: M
 
 
 def test_jobs_that_nobody_wrote_down_are_found_by_their_comment(make_campaign: Make) -> None:
-    run = Campaign.from_yaml(make_campaign(1, pods(count=1, ranks=1) + "  extra: {hold: true}\n")).submit()
+    run = Campaign.from_yaml(make_campaign(1, pods(count=1, ranks=1) + "  hold: true\n")).submit()
     ids = run.job_ids()
     for path in run.dir.jobs.iterdir():
         path.unlink()  # as if the submitting process had been killed in between

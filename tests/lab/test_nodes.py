@@ -17,7 +17,7 @@ CAMPAIGN = """\
 name: two-nodes
 model: {engine: scripted, script: answers.yaml, gpus: 0, nodes: 2}
 pool: {}
-slurm: {servers: {partition: cpu, time: 10, extra: {mem: 200M}}}
+slurm: {servers: {partition: cpu, time: 10, mem: 200M}}
 """
 
 

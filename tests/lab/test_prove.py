@@ -74,14 +74,15 @@ def proved(slurm: Any, base_sif: Path, tmp_path_factory: pytest.TempPathFactory)
     """The proofs that wait for the end of a walltime. They run beside the tests of this module."""
 
     def start(name: str, *options: str, **slurm: Any) -> Future[Proved]:
-        path = write(tmp_path_factory.mktemp(name), base_sif, lead_s=LEAD_S, **slurm)
+        pods = {"partition": "cpu", "mem_gb": 1, "signal": f"B:USR2@{LEAD_S}"}
+        path = write(tmp_path_factory.mktemp(name), base_sif, pods=pods, **slurm)
         return threads.submit(prove, path, *options)
 
     with ThreadPoolExecutor() as threads:
         refused = {"requeue": False, "no-requeue": True}
         yield {
             "sound": start("sound"),
-            "no requeue": start("refused", "--only", "walltime", extra=refused),
+            "no requeue": start("refused", "--only", "walltime", **refused),
         }
 
 

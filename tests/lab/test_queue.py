@@ -74,13 +74,13 @@ def test_run_status_and_watch_say_why_each_pod_waits(make_campaign: Make, crowde
         {"partition": "closed"},
         {"partition": "shrinking"},
         {"partition": "worn"},
-        {"extra": {"dependency": f"afterany:{crowded}"}},
-        {"extra": {"qos": "few"}},
-        {"extra": {"qos": "one"}},
-        {"partition": "opening", "extra": {"qos": "brief"}},
-        {"extra": {"account": "tight"}},
-        {"extra": {"hold": True}},
-        {"extra": {"begin": "now+1hour"}},
+        {"dependency": f"afterany:{crowded}"},
+        {"qos": "few"},
+        {"qos": "one"},
+        {"partition": "opening", "qos": "brief"},
+        {"account": "tight"},
+        {"hold": True},
+        {"begin": "now+1hour"},
     ]
     given = [{"partition": "gpu", **pool} for pool in pools]
     section = pods(count=1).replace("time: 10", f"time: 10, pools: {json.dumps(given)}")
@@ -192,8 +192,8 @@ def test_jobs_without_a_time_ask_for_what_a_qos_allows(make_campaign: Make, tmp_
     slurm("sacctmgr", "-i", "modify", "user", USER, "set", "qos+=brief")
     (tmp_path / "answers.yaml").write_text('default: ["42"]\n')
     model = "model: {engine: scripted, script: answers.yaml, gpus: 0}\n"
-    section = pods(count=1).replace(", time: 10", "") + "  servers: {partition: gpu, extra: {mem: 400M}}\n"
-    brief = "  extra: {qos: brief}\n"
+    section = pods(count=1).replace(", time: 10", "") + "  servers: {partition: gpu, mem: 400M}\n"
+    brief = "  qos: brief\n"
     try:
         campaign = make_campaign(1, section + brief, agent="oracle")
         right = campaign.read_text()

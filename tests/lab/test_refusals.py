@@ -134,14 +134,17 @@ def test_a_pod_that_may_not_be_requeued_is_explained_and_resume_starts_another(l
     until(lambda: run.live_jobs(0) == set(), "every job has left", 120)
     said = cli("status", run.path).stdout
     assert f"pod {pod} ended, and Slurm did not requeue it: " in said
-    assert "it was submitted with Requeue=0, by slurm.extra or by the site; continue with: megaflow-hpc resume" in said
+    assert (
+        "it was submitted with Requeue=0, by the campaign file or by the site; continue with: megaflow-hpc resume"
+        in said
+    )
     assert cli("resume", run.path, timeout=240).returncode == 0
     assert Marks(run.dir).refused() == []
     assert run.status()["state"] == "finished"
 
 
 def test_options_that_switch_requeues_off_are_named_when_planning(lab: Lab, make_campaign: Make) -> None:
-    off = section(more="  extra: {requeue: false, no-requeue: true}\n")
+    off = section(more="  requeue: false\n  no-requeue: true\n")
     done = cli("check", make_campaign(1, off, agent="oracle"))
     assert "slurm.pods: no-requeue is among its options" in done.stdout + done.stderr
     default = lab.dir / "slurm.conf"
@@ -149,7 +152,7 @@ def test_options_that_switch_requeues_off_are_named_when_planning(lab: Lab, make
     default.write_text(f"{text}\nJobRequeue=0\n")
     try:
         lab.slurm("scontrol", "reconfigure")
-        said = cli("check", make_campaign(0, section(more="  extra: {requeue: false}\n"), agent="oracle"))
+        said = cli("check", make_campaign(0, section(more="  requeue: false\n"), agent="oracle"))
         assert "JobRequeue=0" in said.stdout + said.stderr
         asked = lab.batch("sleep 1", "--requeue", "-A", "lab", "--mem=100")
         assert "Requeue=1" in lab.slurm("scontrol", "-o", "show", "job", asked), "what the scripts ask for wins"
@@ -159,11 +162,11 @@ def test_options_that_switch_requeues_off_are_named_when_planning(lab: Lab, make
 
 
 def test_a_walltime_shorter_than_the_lead_is_refused_before_anything_is_queued(lab: Lab, make_campaign: Make) -> None:
-    path = make_campaign(1, section(more="  lead_s: 1200\n"), agent="oracle")
+    path = make_campaign(1, section().replace("time: 20", "time: 20, signal: B:USR2@1200"), agent="oracle")
     before = lab.slurm("squeue", "-h", "-o", "%A")
     done = cli("run", path)
     assert done.returncode == 2
-    assert "slurm.pods.time: 1200 s, and slurm.lead_s is 1200 s" in done.stderr
+    assert "slurm.pods.time: 1200 s, and its signal before the end is 1200 s" in done.stderr
     assert set(lab.slurm("squeue", "-h", "-o", "%A").split()) <= set(before.split())
 
 

@@ -33,7 +33,7 @@ def qos() -> Iterator[str]:
 
 
 def test_pods_fit_the_cpus_of_a_qos_or_are_refused(make_campaign: Make, qos: str) -> None:
-    path = make_campaign(1, f"{pods(count=9, ranks=2)}  extra: {{qos: {qos}, hold: true}}\n")
+    path = make_campaign(1, f"{pods(count=9, ranks=2)}  qos: {qos}\n  hold: true\n")
     scripts = Campaign.from_yaml(path).estimate()[0]
     assert [job.indices for job in scripts if job.role == "pods"] == ["0-8%3"]
     path.write_text(path.read_text().replace("ranks_per_node: 2", "nodes: 2, ranks_per_node: 3"))

@@ -47,7 +47,7 @@ VARIANTS = {
         "scontrol show partition gpu",
         "Hidden=YES",
         pods(count=1).replace("partition: cpu, ", "")
-        + "  check: false\n  servers: {extra: {constraint: gpu}, time: 10, mem_gb: 1}\n",
+        + "  check: false\n  servers: {constraint: gpu, time: 10, mem_gb: 1}\n",
         SERVERS.format(1),
         {"pods": "partition=cpu", "servers": "partition=gpu", "gather": "partition=cpu"},
     ),

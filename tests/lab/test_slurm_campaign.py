@@ -118,7 +118,7 @@ def test_a_partition_that_does_not_exist_is_named_with_its_line(make_campaign: M
 
 
 def test_what_slurm_refuses_is_said_in_its_own_words(make_campaign: Make) -> None:
-    campaign = make_campaign(1, pods() + "  extra: {qos: nonsense}\n")
+    campaign = make_campaign(1, pods() + "  qos: nonsense\n")
     done = cli("submit", campaign)
     assert done.returncode == 3
     assert "qos" in done.stderr.lower()

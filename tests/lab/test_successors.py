@@ -32,7 +32,7 @@ class Waits:
 """An agent that ends only some of its tasks in the first pod, so that the second has work until the first has ended."""
 SECTION = """\
 slurm:
-  extra: {no-requeue: true}
+  no-requeue: true
   pods: {partition: cpu, count: 1, ranks_per_node: 2, slots_per_rank: 2, mem_gb: 1, time: 2}
 """
 

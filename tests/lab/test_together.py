@@ -24,7 +24,7 @@ def together(tmp_path: Path, make_campaign: Make) -> Path:
     """A campaign of which every rollout asks the model, engines and pod in one allocation."""
     (tmp_path / "answers.yaml").write_text('default: ["42"]\n')
     command = json.dumps("python3 -c '" + CALL.replace("'", "'\\''") + "'")
-    extra = MODEL + pods(count=1) + "  together: true\n  servers: {partition: gpu, extra: {mem: 400M}}\n"
+    extra = MODEL + pods(count=1) + "  together: true\n  servers: {partition: gpu, mem: 400M}\n"
     campaign = make_campaign(6, extra, agent=f"{{name: command, args: {{command: {command}}}}}")
     campaign.write_text(campaign.read_text().replace("network: none", "network: gateway"))
     return campaign

@@ -74,7 +74,7 @@ def test_a_killed_trainer_is_requeued_and_its_campaign_ends_with_the_training(ca
 
 def test_a_trainer_that_slurm_does_not_requeue_is_replaced_while_its_campaign_is_followed(campaign: Path) -> None:
     text = campaign.read_text()
-    campaign.write_text(text.replace("time: 20, mem_gb: 1}", "time: 20, mem_gb: 1, extra: {no-requeue: true}}"))
+    campaign.write_text(text.replace("time: 20, mem_gb: 1}", "time: 20, mem_gb: 1, no-requeue: true}"))
     run = Campaign.from_yaml(campaign).submit()
     assert run.wait(timeout_s=900)["state"] == "finished"
     assert [line[:2] for line in trained(run.dir)] == [["1", "1"], ["1", "2"], ["2", "2"], ["2", "3"]]

@@ -34,7 +34,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory, prolog: Path) -> Iterator[Lab]
 def test_resume_releases_what_a_broken_node_could_not_launch(lab: Lab, prolog: Path, make_campaign: Make) -> None:
     sound = prolog.read_text()
     prolog.write_text("#!/bin/sh\nexit 1\n")
-    section = pods(count=1).replace("time: 10", "time: 10, pools: [{extra: {hold: true}}]")
+    section = pods(count=1).replace("time: 10", "time: 10, pools: [{hold: true}]")
     said = cli("submit", make_campaign(2, section), "--json")
     run = Run(json.loads(said.stdout)["run"])
     array, held_by_its_user = run.job_ids("pods")

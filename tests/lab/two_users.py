@@ -38,7 +38,7 @@ from tests.support.waiting import eventually
 ALICE, BOB, STRANGER = "mfa", "mfb", "mfc"
 PODS = {
     "partition": "cpu", "nodes": 2, "ranks_per_node": 2, "cpus_per_rank": 1, "slots_per_rank": 2, "mem_gb": 1,
-    "time": 10, "extra": {"nodelist": "cpu[1-2]"},
+    "time": 10, "nodelist": "cpu[1-2]",
 }  # fmt: skip
 
 
@@ -197,7 +197,12 @@ def pooled(say: Findings, shared: Path, alice: Account, bob: Account, stranger: 
     outside = {what: how for what, how in found.items() if not what.startswith(f"{pool}/pool/")}
     say.say(f"{BOB} reads the pool's public part and nothing else", bool(found) and not outside, outside or "")
     file = campaign(
-        bob, "guest", 3, agent={"name": "mini-swe-agent", "max_turns": 4}, model={"pool": str(pool)}, samples=2
+        bob,
+        "guest",
+        3,
+        agent={"name": "mini-swe-agent", "max_turns": 4},
+        model={"engine": "pool", "path": str(pool)},
+        samples=2,
     )
     status, _, err = bob.cli("run", file, "--run-dir", bob.home / "guest-run", "--json")
     rows: list[Any] = []

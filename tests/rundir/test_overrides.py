@@ -15,7 +15,7 @@ PLANNED = config.parse(
         "name": "x",
         "tasks": "t",
         "agent": "nop",
-        "slurm": {"extra": {"qos": "low"}, "pods": {"time": "1:00:00", "extra": {"mem_per_cpu": "2G", "nice": 5}}},
+        "slurm": {"qos": "low", "pods": {"time": "1:00:00", "mem_per_cpu": "2G", "nice": 5}},
     }
 )
 
@@ -61,7 +61,13 @@ def test_what_the_site_refuses_changes_nothing(run: RunDir) -> None:
     assert not run.changed_requests.exists()
 
 
-def test_an_option_of_every_job_is_not_changed_for_one(run: RunDir) -> None:
-    shared = config.parse({"name": "x", "tasks": "t", "agent": "nop", "slurm": {"extra": {"time": "10"}}})
-    with pytest.raises(ConfigError, match=r"slurm\.extra sets time for every job"):
-        override(run, shared, {"pods": {"time": "1:00:00"}})
+def test_an_option_of_every_job_is_replaced_for_one_but_not_removed(run: RunDir) -> None:
+    slurm = {"time": "10", "mem-per-cpu": "2G"}
+    shared = config.parse({"name": "x", "tasks": "t", "agent": "nop", "slurm": slurm})
+    changed = override(run, shared, {"pods": {"time": "1:00:00"}})
+    assert script.pod_job(changed, run).options["time"] == "1:00:00"
+    assert script.server_job(changed, run, 1, 0).options["time"] == "10"
+    with pytest.raises(ConfigError, match=r"slurm\.time is set for every job"):
+        override(run, shared, {"pods": {"time": None}})
+    with pytest.raises(ConfigError, match=r"slurm\.mem-per-cpu is set for every job"):
+        override(run, shared, {"pods": {"mem_gb": 4.0}})

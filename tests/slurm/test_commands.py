@@ -284,8 +284,8 @@ def test_servers_ask_for_what_the_campaign_says_or_their_part_of_a_node(prints: 
     assert asked(cpus_per_gpu=3) == 6
     assert asked(0) is None
     assert asked(0, cpus_per_gpu=3) == 3
-    assert asked(extra={"cpus_per_task": 5}) is None, "as it is spelled in extra"
-    assert asked(extra={"exclusive": True}) is None
+    assert asked(cpus_per_task=5) is None, "as a user may spell it"
+    assert asked(exclusive=True) is None
     assert arrays.cpus_per_gpu(config.parse({"name": "x", "tasks": "t", "agent": "nop"}), run, group) is None
 
 
@@ -310,7 +310,7 @@ def test_doctor_warns_where_an_engine_gets_one_core(prints: Print) -> None:
         ("ok", "mixed"),
         ("warn", "ones"),
     ]
-    assert found[2].remedy == "set slurm.servers.cpus_per_gpu"
+    assert found[2].remedy == "set slurm.servers.cpus-per-gpu"
 
 
 def test_a_partition_that_is_not_there_is_refused_with_those_that_are(prints: Print) -> None:
@@ -611,15 +611,15 @@ def test_every_kind_of_job_without_a_time_asks_for_what_is_allowed_where_the_def
     for name in ("sbatch", "srun"):
         prints(name)
     model = {"engine": "vllm", "path": "m", "gpus": 1}
-    pools = [{"time": 5}, {"extra": {"qos": "brief"}}, {"extra": {"qos": "long"}}, {"extra": {"account": "short"}}]
+    pools = [{"time": 5}, {"qos": "brief"}, {"qos": "long"}, {"account": "short"}]
     wanted = {
         "name": "x", "tasks": "t", "agent": "mini-swe", "samples": 4, "model": model,
         "training": {"policies": {"default": {}}},
         "slurm": {
             "account": "proj",
-            "pods": {"partition": "cpu", "pools": [*pools, {"partition": "cpu,gpu"}, {"cluster": "other"}]},
-            "servers": {"partition": "gpu", "extra": {"qos": "long"}},
-            "trainer": {"extra": {"qos": "brief"}},
+            "pods": {"partition": "cpu", "pools": [*pools, {"partition": "cpu,gpu"}, {"clusters": "other"}]},
+            "servers": {"partition": "gpu", "qos": "long"},
+            "trainer": {"qos": "brief"},
             "gather": {"qos": "brief"},
         },
     }  # fmt: skip

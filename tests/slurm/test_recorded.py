@@ -182,7 +182,7 @@ def test_arrays_fit_the_site(play: Play, tmp_path: Path) -> None:
 
 def test_a_qos_of_twelve_jobs(play: Play, tmp_path: Path) -> None:
     play("qos-of-twelve-jobs")
-    config, run = campaign(pods={"count": 20}, extra={"qos": "short"}), RunDir(tmp_path / "run")
+    config, run = campaign(pods={"count": 20}, qos="short"), RunDir(tmp_path / "run")
     run.create()
     allowed = limits.allowance({"qos": "short"})
     assert (allowed.submit, allowed.running, allowed.room, allowed.why) == (12, 4, 12, "QOS short allows 12")
@@ -213,7 +213,7 @@ def test_a_lost_submission_is_adopted(play: Play, tmp_path: Path) -> None:
 
 def test_each_cluster_is_asked_for_its_own_jobs(play: Play, tmp_path: Path) -> None:
     slurm = play("two-clusters")
-    pools = [{"cluster": "cluster2", "partition": "cpu"}]
+    pools = [{"clusters": "cluster2", "partition": "cpu"}]
     config, run = campaign(pods={"pools": pools}), RunDir(tmp_path / "run")
     run.create()
     made = Arrays(run)
@@ -232,7 +232,7 @@ def test_each_cluster_is_asked_for_its_own_jobs(play: Play, tmp_path: Path) -> N
 
 def test_a_partition_that_another_cluster_lacks(play: Play) -> None:
     play("other-partitions")
-    config = campaign(pods={"pools": [{"cluster": "cluster1", "partition": "nowhere"}]})
+    config = campaign(pods={"pools": [{"clusters": "cluster1", "partition": "nowhere"}]})
     with pytest.raises(ConfigError, match="no partition 'nowhere' at cluster1; there are: cpu, gpu, preempt"):
         site.check_site(config, lambda key: key)
 
@@ -314,17 +314,17 @@ def test_a_qos_with_a_short_walltime(play: Play) -> None:
     assert fits.walltime_s({"partition": "cpu", "qos": "brief"}) == 600
     (refused,) = fits.refusals("slurm.gather", {"partition": "cpu", "qos": "brief", "time": "60"})
     assert refused.startswith("slurm.gather.time: 60 is longer than QOS brief allows (MaxWall 00:10:00)")
-    config = campaign(pods={"partition": "cpu"}, extra={"qos": "brief"})
+    config = campaign(pods={"partition": "cpu"}, qos="brief")
     (job,) = arrays.pod_jobs(config, RunDir("/r"), limits.Allowance())
     assert job.options["time"] == "10"
 
 
 def test_a_qos_of_twelve_cpus(play: Play) -> None:
     play("qos-of-twelve-cpus")
-    config = campaign(pods={"count": 9, "ranks_per_node": 2, "cpus_per_rank": 2}, extra={"qos": "twelvecpus"})
+    config = campaign(pods={"count": 9, "ranks_per_node": 2, "cpus_per_rank": 2}, qos="twelvecpus")
     (job,) = arrays.pod_jobs(config, RunDir("/r"), limits.allowance({"qos": "twelvecpus"}))
     assert job.indices == "0-8%3"
-    config = campaign(pods={"nodes": 2, "ranks_per_node": 3, "cpus_per_rank": 2}, extra={"qos": "twelvecpus"})
+    config = campaign(pods={"nodes": 2, "ranks_per_node": 3, "cpus_per_rank": 2}, qos="twelvecpus")
     with pytest.raises(SiteError, match="one pod asks for cpu=12, and QOS twelvecpus allows cpu=8"):
         job_requests.check_resources(config, [], lambda key: key)
     jobs, *_ = jobs_of("qos-of-twelve-cpus")
@@ -338,7 +338,7 @@ def test_what_sbatch_refuses_is_quoted(play: Play, tmp_path: Path) -> None:
     play("refused")
     run = RunDir(tmp_path / "run")
     run.create()
-    (job,) = arrays.pod_jobs(campaign(extra={"qos": "nonsense"}), run, limits.allowance({"qos": "nonsense"}))
+    (job,) = arrays.pod_jobs(campaign(qos="nonsense"), run, limits.allowance({"qos": "nonsense"}))
     with pytest.raises(SiteError, match=r"sbatch refused the pods job \(slurm.pods of the campaign.*nvalid qos"):
         Arrays(run).queue(job)
 

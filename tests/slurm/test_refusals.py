@@ -44,7 +44,6 @@ class Site:
             f"MEGAFLOW_PYTHON={python}",
             "MEGAFLOW_MPI=none",
             "MEGAFLOW_REQUEUES=3",
-            "megaflow_srun='--site=a --other'",
         ]
         (self.run.path / "env.sh").write_text("\n".join(lines))
         self.command("srun", SRUN)
@@ -234,39 +233,41 @@ def test_a_preempted_start_does_not_count_as_one_that_stored_nothing(here: Site)
     assert len(here.said("scontrol")) == 6 + 3
 
 
-def test_every_srun_waits_for_all_tasks_and_has_the_sites_options(here: Site) -> None:
+def test_every_srun_waits_for_all_tasks(here: Site) -> None:
     here.scontrol()
     here.play()
     (words,) = here.said("srun")
     assert "--wait=0" in words
-    assert " --site=a --other " in words
     for path in (ROOT / "megaflow_hpc" / "slurm").glob("*.sh"):
         for call in path.read_text().replace("\\\n", " ").splitlines():
             if call.strip().startswith("srun "):
                 assert "--wait=0" in call, (path, call)
-    over = over_nodes(Launch(["engine"], {}), 2, Path("/p"), ["--site"], {"SLURM_JOB_NUM_NODES": "2"})
+    over = over_nodes(Launch(["engine"], {}), 2, Path("/p"), {"SLURM_JOB_NUM_NODES": "2"})
     assert "--wait=0" in over.command
-    assert over.command.index("--site") < over.command.index("engine")
 
 
-def test_lead_time_and_srun_options_come_from_the_campaign_file() -> None:
-    slurm = {"lead_s": 300, "srun": ["--network=job_vni"]}
-    parsed = config.parse({"name": "x", "tasks": "t/*", "agent": "oracle", "slurm": slurm})
-    assert script.pod_job(parsed, RunDir("/r")).options["signal"] == "B:USR2@300"
+def test_the_lead_time_is_that_of_sbatchs_signal() -> None:
+    def parsed(slurm: dict[str, object]) -> config.CampaignConfig:
+        return config.parse({"name": "x", "tasks": "t/*", "agent": "oracle", "slurm": slurm})
+
+    campaign = parsed({"pods": {"signal": "B:USR2@300"}})
+    assert campaign.slurm.lead_s == 300
+    assert script.pod_job(campaign, RunDir("/r")).options["signal"] == "B:USR2@300"
+    assert script.server_job(campaign, RunDir("/r"), 1, 1).options["signal"] == "B:USR2@60"
+    stored = {"pods": {"extra": {}}, "extra": {}, "lead_s": 90}
+    fields = {"name": "x", "tasks": ["t"], "agent": ["oracle"], "slurm": stored}
+    assert config.resolved(config.CampaignConfig, fields).slurm.lead_s == 90, "as an earlier version has it"
     for wrong, why in (
-        ({"lead_s": 39}, "a whole number of at least 40"),
-        ({"srun": ["job_vni"]}, "not an option of srun"),
-        ({"srun": ["--network=a b"]}, "without blanks"),
-        ({"srun": ["--x=$(id)"]}, "not an option of srun"),
-        ({"srun": ["--mpi=pmix"]}, "the jobs set --mpi themselves"),
-        ({"srun": ["-n4"]}, "'-n4': the jobs set --ntasks themselves"),
-        ({"srun": ["-N=2"]}, "the jobs set --nodes themselves"),
-        ({"srun": ["-lW0"]}, "the jobs set --wait themselves"),
-        ({"srun": ["-K1"]}, "the jobs set --kill-on-bad-exit themselves"),
-        ({"srun": ["--cpus-per-t=1"]}, "the jobs set --cpus-per-task themselves"),
-        ({"extra": {"t": "10"}}, "extra: 't': write the option's long name"),
-        ({"pods": {"extra": {"-G": 1}}}, "extra: '-G': write the option's long name"),
-        ({"gather": {"p": "cpu"}}, "extra: 'p': write the option's long name"),
+        ({"pods": {"signal": "B:USR2@39"}}, "write B:USR2@SECONDS, at least 40"),
+        ({"pods": {"signal": "TERM@60"}}, "write B:USR2@SECONDS, at least 40"),
+        ({"lead_s": 300}, "unknown key 'slurm.lead_s'"),
+        ({"srun": ["--network=job_vni"]}, "unknown key 'slurm.srun'"),
+        ({"servers": {"cpus-per-gpu": 0}}, "expected a whole number above 0"),
+        ({"pods": {"cluster": "other"}}, r"pods.pools: \[\{clusters: NAME\}\]"),
+        ({"pods": {"pools": [{"nodes": 2}]}}, "nodes: all pools have that of slurm.pods"),
+        ({"t": "10"}, "slurm: t: write the option's long name"),
+        ({"pods": {"-G": 1}}, "slurm.pods: -G: write the option's long name"),
+        ({"gather": {"p": "cpu"}}, "slurm.gather: p: write the option's long name"),
     ):
         with pytest.raises(ConfigError, match=why):
-            config.parse({"name": "x", "tasks": "t/*", "agent": "oracle", "slurm": wrong})
+            parsed(wrong)

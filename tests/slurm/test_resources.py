@@ -104,16 +104,16 @@ def test_each_option_for_gpus_is_counted_for_a_node(options: dict[str, object], 
     ("slurm", "words"),
     [
         (
-            {"servers": {"extra": {"gpus-per-node": 4}}},
-            r"slurm.servers.extra: gpus of the model \(2\) and .*-node \(4\)",
+            {"servers": {"gpus-per-node": 4}},
+            r"slurm.servers: gpus of the model \(2\) and .*-node \(4\)",
         ),
         (
-            {"servers": {"extra": {"gres": "gpu:a100:1"}}},
-            r"slurm.servers.extra: gpus of the model \(2\) and gres \(1\)",
+            {"servers": {"gres": "gpu:a100:1"}},
+            r"slurm.servers: gpus of the model \(2\) and gres \(1\)",
         ),
-        ({"extra": {"gres": "gpu:1"}}, r"slurm.extra: gpus of the model \(2\) and gres \(1\)"),
-        ({"pods": {"extra": {"gres": "gpu:1", "gpus-per-node": 2}}}, r"slurm.pods.extra: .*different numbers of GPUs"),
-        ({"servers": {"extra": {"gres": "gpu:a100:2", "gpus-per-node": 2}}}, None),
+        ({"gres": "gpu:1"}, r"slurm: gpus of the model \(2\) and gres \(1\)"),
+        ({"pods": {"gres": "gpu:1", "gpus-per-node": 2}}, r"slurm.pods: .*different numbers of GPUs"),
+        ({"servers": {"gres": "gpu:a100:2", "gpus-per-node": 2}}, None),
         ({}, None),
     ],
 )
@@ -122,4 +122,4 @@ def test_contradictory_requests_for_gpus_are_refused(slurm: dict[str, object], w
     found = job_requests._gpu_contradictions(parsed, [ServerGroup(0, 1, 2)], lambda key: "c.yaml:3")
     assert len(found) == (words is not None)
     assert words is None or re.search(words, found[0]), found
-    assert all(line.startswith("c.yaml:3: slurm.") for line in found)
+    assert all(line.startswith("c.yaml:3: slurm") for line in found)

@@ -16,7 +16,7 @@ CAMPAIGN = {
     "name": "fix-bugs",
     "tasks": "t/*",
     "agent": "oracle",
-    "slurm": {"account": "lab", "extra": {"qos": "long"}, "pods": {"partition": "cpu", "count": 3, "mem_gb": 1.5}},
+    "slurm": {"account": "lab", "qos": "long", "pods": {"partition": "cpu", "count": 3, "mem_gb": 1.5}},
 }
 
 
@@ -77,7 +77,7 @@ def test_a_service_job_has_memory_for_the_process_that_watches_the_service() -> 
 
 
 def test_pools_say_only_what_they_have_otherwise() -> None:
-    pods = {**CAMPAIGN["slurm"]["pods"], "pools": [{"extra": {"account": "other"}, "time": 30, "count": 2}]}
+    pods = {**CAMPAIGN["slurm"]["pods"], "pools": [{"account": "other", "time": 30, "count": 2}]}
     parsed = config.parse({**CAMPAIGN, "slurm": {**CAMPAIGN["slurm"], "pods": pods}})
     first, second = arrays.pod_jobs(parsed, RunDir("/r"), limits.Allowance())
     assert (first.indices, second.indices) == ("0-2", "0-1")
@@ -103,7 +103,7 @@ def test_one_allocation_for_engines_and_pod_is_one_step_of_all_of_them() -> None
 
 
 def test_a_pool_at_another_cluster_waits_for_nothing_here_and_its_pods_bear_its_name() -> None:
-    slurm = {"pods": {"pools": [{"cluster": "other", "count": 2}]}}
+    slurm = {"pods": {"pools": [{"clusters": "other", "count": 2}]}}
     campaign = config.parse({**CAMPAIGN, "slurm": slurm})
     job = script.pod_job(campaign, RunDir("/runs/r1"), dependency="after:7", pool=campaign.slurm.pods.pools[0])
     text = script.script(job)
@@ -137,7 +137,7 @@ def test_the_gather_job_alone_sends_a_mail() -> None:
 
 
 def test_gather_has_a_section_of_its_own() -> None:
-    slurm = {"pods": {"partition": "cpu", "ranks_per_node": 3, "cpus_per_rank": 2}, "extra": {"qos": "long"}}
+    slurm = {"pods": {"partition": "cpu", "ranks_per_node": 3, "cpus_per_rank": 2}, "qos": "long"}
 
     def options(**gather: object) -> dict[str, object]:
         parsed = config.parse({**CAMPAIGN, "slurm": {**slurm, "gather": gather}})
@@ -164,12 +164,11 @@ def test_servers_have_cpus_and_memory() -> None:
     assert '--cpus-per-task="${SLURM_CPUS_PER_TASK_HET_GROUP_2:-1}" env MEGAFLOW_SERVER=1 ' in together
 
 
-@pytest.mark.parametrize("where", ["slurm", "pods", "servers", "pools", "gather"])
-def test_clusters_among_the_extra_options_are_refused(where: str) -> None:
+@pytest.mark.parametrize("where", ["slurm", "pods", "servers", "trainer", "gather"])
+def test_clusters_among_the_options_are_refused(where: str) -> None:
     options = {"clusters": "other"}
-    extra = options if where == "gather" else {"extra": options}
-    slurm = extra if where == "slurm" else {"pods": {"pools": [extra]}} if where == "pools" else {where: extra}
-    with pytest.raises(ConfigError, match=r"slurm.pods.pools: \[\{cluster: NAME\}\]"):
+    slurm = options if where == "slurm" else {where: options}
+    with pytest.raises(ConfigError, match=r"slurm.pods.pools: \[\{clusters: NAME\}\]"):
         config.parse({**CAMPAIGN, "slurm": slurm})
 
 
@@ -180,7 +179,7 @@ def test_names_of_jobs_tell_clusters_apart() -> None:
 
 def test_limits_of_this_cluster_do_not_hold_for_pods_at_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site, "max_array_size", {"other": 3}.__getitem__)
-    pools = [{"count": 2}, {"count": 4, "cluster": "other"}]
+    pools = [{"count": 2}, {"count": 4, "clusters": "other"}]
     campaign = config.parse({**CAMPAIGN, "slurm": {"pods": {"count": 3, "pools": pools}}})
     run = RunDir("/runs/r1")
     few = limits.Allowance(array_size=2, running=1)
@@ -191,14 +190,14 @@ def test_limits_of_this_cluster_do_not_hold_for_pods_at_another(monkeypatch: pyt
 
 def test_a_trainer_has_a_section_of_its_own_and_names_its_policy() -> None:
     def options(**trainer: object) -> dict[str, object]:
-        slurm = {"servers": {"partition": "gpu", "cpus_per_gpu": 6}, "extra": {"qos": "long"}, "trainer": trainer}
+        slurm = {"servers": {"partition": "gpu", "cpus_per_gpu": 6}, "qos": "long", "trainer": trainer}
         job = script.trainer_job(config.parse({**CAMPAIGN, "slurm": slurm}), RunDir("/runs/r1"), "default")
         return {name: value for name, value in job.options.items() if value is not None}
 
     unsaid = options()
     assert (unsaid["partition"], unsaid["gres"], unsaid["cpus-per-task"]) == ("gpu", "gpu:1", 6)
     assert (unsaid["nodes"], unsaid["ntasks-per-node"], unsaid["output"]) == (1, 1, "/runs/r1/logs/trainer-%j.log")
-    said = options(partition="big", nodes=2, gpus=4, mem_gb=64, time="1-00:00:00", extra={"qos": "own"})
+    said = options(partition="big", nodes=2, gpus=4, mem_gb=64, time="1-00:00:00", qos="own")
     assert (said["partition"], said["gres"], said["cpus-per-task"], said["nodes"]) == ("big", "gpu:4", 24, 2)
     assert (said["mem"], said["time"], said["qos"]) == ("64000M", "1-00:00:00", "own")
     assert "gres" not in options(gpus=0)

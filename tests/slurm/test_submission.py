@@ -28,8 +28,8 @@ def test_nothing_of_a_job_or_world_around_is_inherited_and_the_site_is() -> None
         ("pods", "SITE: every job must state a walltime: --time", ["slurm.pods.time"]),
         ("servers", "Batch job submission failed: Invalid account or account/partition combination specified",
          ["slurm.account", "slurm.servers.partition"]),
-        ("gather", "Batch job submission failed: Invalid qos specification", ["slurm.extra: {qos: …}"]),
-        ("servers", "SITE: name the GPUs that you need (--gres)", ["the GPUs of the model or slurm.servers.extra"]),
+        ("gather", "Batch job submission failed: Invalid qos specification", ["slurm.qos"]),
+        ("servers", "SITE: name the GPUs that you need (--gres)", ["the GPUs of the model or slurm.servers.gres"]),
         ("pods", "Unspecified error", []),
     ],
 )  # fmt: skip

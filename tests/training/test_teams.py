@@ -36,7 +36,7 @@ def team(tmp_path: Path, roles: dict[str, Any], trained: list[str], models: int 
     """Make a run whose team has these roles."""
     policies = dict.fromkeys(["author", "second", "third"][:models], 0)
     training = {**SYNCHRONOUS, "policies": dict.fromkeys(trained), **more}
-    return training_run(tmp_path / "run", training, policies=policies, team={"roles": roles}, samples=4)
+    return training_run(tmp_path / "run", training, policies=policies, team=roles, samples=4)
 
 
 def written(rollout: Rollout) -> float:
@@ -250,7 +250,7 @@ def test_a_function_that_uses_roles_is_tried_with_roles(tmp_path: Path) -> None:
     policy = {"advantage": {"kind": "uses_roles:own"}, "score": "uses_roles:rate"}
     config = training({"policies": {"author": policy}, "data": ["uses_roles:keep"]})
     roles = {"writer": "author", "checker": {"policy": "author", "reward": "right"}}
-    check_methods(config, TeamConfig.model_validate({"roles": roles}), tmp_path, lambda key: key)
+    check_methods(config, TeamConfig.model_validate(roles), tmp_path, lambda key: key)
 
 
 def test_a_group_is_dropped_only_if_no_role_can_learn_from_it() -> None:
@@ -282,5 +282,5 @@ def training(fields: dict[str, Any]) -> TrainingConfig:
 
 def test_a_reward_that_nobody_gives_is_named_with_its_key() -> None:
     own = group((1, None, ("checker",)), (0, None, ("checker",)))
-    with pytest.raises(ConfigError, match=r"team.roles.checker.reward: no rollout has a reward 'right'.*gave: reward"):
+    with pytest.raises(ConfigError, match=r"team.checker.reward: no rollout has a reward 'right'.*gave: reward"):
         choose(training({}), [own], version=0, want=1, roles=BOTH)

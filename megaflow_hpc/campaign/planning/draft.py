@@ -15,7 +15,6 @@ from megaflow_hpc.campaign.planning.gpus import check_gpu_types, check_memory, c
 from megaflow_hpc.campaign.planning.model_paths import Where, absolute, absolute_training, check_models
 from megaflow_hpc.campaign.planning.own_code import check_agents, check_methods
 from megaflow_hpc.config import CampaignConfig, Policy
-from megaflow_hpc.config.model import EnginePoolConfig
 from megaflow_hpc.config.quotas import settle, site_caps
 from megaflow_hpc.config.sections import TaskSource, scaffold
 from megaflow_hpc.config.slurm import LIFTED
@@ -101,7 +100,7 @@ class Draft:
     @property
     def servers(self) -> list[ServerRecord]:
         """Policy and model of each element of the engine array, by index. Services of the campaign come last."""
-        servers = list_servers(self.policies, sleeping(self.config), self.config.slurm.srun)
+        servers = list_servers(self.policies, sleeping(self.config))
         return [*servers, *list_services(self.config, self.tasks, self.image_files)]
 
     @property
@@ -158,7 +157,7 @@ def read(
     else:
         draft.warnings += [line + LIFTED for line in unloadable]
     if config.is_pool:
-        draft.config = config.model_copy(update={"pool": config.pool or EnginePoolConfig()})
+        draft.config = config.model_copy(update={"pool": config.pool or {}})
         return draft
     with draft.noting():
         draft.own_code = check_agents(draft.policies, config.environment.network, base, where)
@@ -345,14 +344,11 @@ def whole_groups(config: CampaignConfig) -> bool:
     return bool(scheduling.spare or scheduling.signal_after)
 
 
-def list_servers(
-    policies: dict[str, Policy], sleeping: Mapping[str, int] | None = None, srun: Sequence[str] = ()
-) -> list[ServerRecord]:
+def list_servers(policies: dict[str, Policy], sleeping: Mapping[str, int] | None = None) -> list[ServerRecord]:
     """Returns the elements of the engine array, sorted by resources. Each policy gets its maximum number of servers.
 
     Args:
         sleeping: Sleep level of each policy whose server runs in the trainer's job. These servers come last.
-        srun: Additional srun options for engines that span several nodes.
     """
     servers = [
         ServerRecord(name, model.model_dump(mode="json", exclude={"agent", "also"}), held=number >= least)
@@ -363,8 +359,6 @@ def list_servers(
         for number in range(model.servers.max)
     ]
     for server in servers:
-        if srun and server.model["nodes"] > 1:
-            server.model["srun"] = list(srun)
         if level := (sleeping or {}).get(server.policy):
             server.model["sleep_level"], server.held = level, False
     return sorted(servers, key=_shape)
@@ -435,13 +429,14 @@ def _shape(server: ServerRecord) -> tuple[bool, int, int, str, bool]:
 
 
 def within_caps(config: CampaignConfig, servers: int, where: Where) -> CampaignConfig:
-    """Returns the campaign with its effective quotas. Where the campaign sets none, the site's caps apply."""
+    """Returns the campaign with its effective quotas. Where the campaign sets none, the site's caps apply.
+    Those of an engine pool are for each user, so they stay."""
     caps, source = site_caps()
     try:
         quotas = settle(config.quotas, config.slurm.pods, servers, caps, source)
     except ConfigError as error:
         raise ConfigError(f"{where('quotas')}: {error}") from None
-    return config.model_copy(update={"quotas": quotas})
+    return config if config.is_pool else config.model_copy(update={"quotas": quotas})
 
 
 def check_together(config: CampaignConfig, where: Where) -> None:

@@ -17,12 +17,12 @@ from pathlib import Path
 from megaflow_hpc.campaign.planning.draft import Draft, whole_groups
 from megaflow_hpc.campaign.planning.preflight import longest_s
 from megaflow_hpc.config.quotas import gateways
-from megaflow_hpc.config.slurm import CPUS_PER_RANK
+from megaflow_hpc.config.slurm import CPUS_PER_RANK, option_name
 from megaflow_hpc.environments.images.disk_quota import disk_quota
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.ledger.blocks import count_blocks
 from megaflow_hpc.slurm import fits, limits
-from megaflow_hpc.slurm.script import Job, option_name
+from megaflow_hpc.slurm.script import Job
 
 ROLLOUT_BYTES = 1e6
 """Bytes per rollout in journals and trajectories.h5 together, if no earlier run provides a better value."""

@@ -12,9 +12,10 @@ from typing import Any
 
 from megaflow_hpc.campaign.planning.model_paths import Where
 from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.config.sections import Method
+from megaflow_hpc.config.slurm import option_name
 from megaflow_hpc.config.training import PolicyTraining
 from megaflow_hpc.errors import ConfigError, Mistakes
-from megaflow_hpc.slurm.script import option_name
 from megaflow_hpc.training.layout import Layout
 from megaflow_hpc.training.memory import ModelShape, Prediction, gpu_memory, predict
 
@@ -114,9 +115,10 @@ def fit_of(config: CampaignConfig, name: str, model: Path, gpus: int | None = No
     """
     assert config.training
     trainer = config.slurm.trainer
-    if trainer.kind != "own":
+    if config.training.trainer != "own":
         raise ConfigError(
-            f"slurm.trainer.kind: {trainer.kind}: memory is predicted for this package's own trainer only; write own"
+            f"training.trainer: {config.training.trainer}: memory is predicted for this package's own trainer only; "
+            "write own"
         )
     settings, memory = config.training.policies[name], gpu_memory(trainer.gpu_type)
     shape = ModelShape.read(model)
@@ -150,7 +152,7 @@ def check_memory(config: CampaignConfig, base: Path, where: Where) -> list[str]:
         Mistakes: A layout is impossible, or a policy does not fit. Each message suggests changes that would fit.
     """
     mistakes, warnings, training = list[str](), list[str](), config.training
-    if training is None or training.trainer:
+    if training is None or isinstance(training.trainer, Method):
         return warnings  # the user's own function trains
     trainer = config.slurm.trainer
     for name, settings in training.policies.items():
@@ -293,11 +295,11 @@ def check_sharing(config: CampaignConfig, where: Where) -> None:
 
 
 GPU_OPTIONS = ("gres", "gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket")
-"""sbatch options that request GPUs. In ``extra``, they override ``gpus`` and ``gpu_type``."""
+"""sbatch options that request GPUs. In ``slurm``, they override ``gpus`` and ``gpu_type``."""
 
 
 def check_gpu_types(config: CampaignConfig, where: Where) -> None:
-    """Checks that no sbatch option in an ``extra`` section overrides a ``gpu_type``.
+    """Checks that no sbatch option overrides a ``gpu_type``.
 
     Raises:
         Mistakes: An option would override the requested type.
@@ -313,12 +315,13 @@ def check_gpu_types(config: CampaignConfig, where: Where) -> None:
     for key, gpu_type, role, extra in typed:
         if not gpu_type:
             continue
-        for section, options in (("slurm.extra", slurm.extra), (f"slurm.{role}.extra", extra)):
+        for section, options in (("slurm", slurm.extra), (f"slurm.{role}", extra)):
             for name, value in options.items():
                 if option_name(name) in GPU_OPTIONS:
+                    option = f"{section}.{name}"
                     conflicts.append(
-                        f"{where(section)}: {section}: {name}: {value}: replaces {key}.gpu_type: {gpu_type}; write "
-                        "gpus and gpu_type, or this option alone"
+                        f"{where(option)}: {option}: {value}: replaces {key}.gpu_type: {gpu_type}; write gpus and "
+                        "gpu_type, or this option alone"
                     )
     if conflicts:
         raise Mistakes(conflicts)

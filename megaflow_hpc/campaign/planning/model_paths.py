@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.config import CampaignConfig, ModelConfig, Policy
+from megaflow_hpc.config.model import ENDPOINTS
 from megaflow_hpc.config.sections import AgentConfig
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError
@@ -52,11 +53,11 @@ def absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -
         try:
             EnginePool(pool).policy(name)
         except ConfigError as error:
-            raise ConfigError(f"{where(f'models.{name}.pool' if named else 'model.pool')}: {error}") from None
-        changes["pool"] = str(pool)
+            raise ConfigError(f"{where(f'models.{name}.path' if named else 'model.path')}: {error}") from None
+        changes["path"] = str(pool)
     for field in ("path", "script", "api_key_file", "python", "image"):
         value = getattr(model, field)
-        names_model = field == "path" and model.engine == "external"
+        names_model = field == "path" and model.engine in ("pool", *ENDPOINTS)
         if value is not None and not names_model:
             may_be_name = field == "python" or (field == "path" and _looks_like_name(value))
             key = f"models.{name}.{field}" if named else f"model.{field}"
@@ -242,7 +243,7 @@ def why_no_engine(model: Mapping[str, Any]) -> str:
     Engines in images are not checked.
     """
     module = MODULES.get(str(model.get("engine")))
-    if module is None or model.get("image") or model.get("pool"):
+    if module is None or model.get("image"):
         return ""
     remedy = f"name a virtual environment that has {module}: model.python or MEGAFLOW_ENGINE_VENV"
     try:

@@ -53,7 +53,7 @@ def launch(model: Mapping[str, Any], policy: str, private: Path, seen: Iterable[
     if model.get("image") and result.command:
         result = in_image(result, model, private, seen)
     nodes = int(model.get("nodes") or 1)
-    return over_nodes(result, nodes, private, model.get("srun") or ()) if nodes > 1 else result
+    return over_nodes(result, nodes, private) if nodes > 1 else result
 
 
 def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
@@ -157,8 +157,9 @@ def _scripted(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
 def _external(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     given = str(model.get("base_url") or "").rstrip("/")
     if not re.match(r"https?://", given):
-        raise ConfigError(f"model.base_url: {given!r}; engine external needs an address such as http://HOST:PORT/v1")
-    options, api = options_of(model), str(model.get("api") or "")
+        raise ConfigError(f"model.base_url: {given!r}; an endpoint needs an address such as http://HOST:PORT/v1")
+    options, engine = options_of(model), str(model.get("engine"))
+    api = "" if engine == "external" else engine
     extra = options.get("request") or {}
     if not isinstance(extra, Mapping):
         raise ConfigError(
@@ -183,7 +184,7 @@ ADAPTERS: Mapping[str, Adapter] = {
     "sglang": _sglang,
     "transformers": _transformers,
     "scripted": _scripted,
-    "external": _external,
+    **dict.fromkeys(("external", "openai", "anthropic", "gemini"), _external),
 }
 
 

@@ -175,13 +175,8 @@ def _read_only(paths: Iterable[Path]) -> list[str]:
 # --- across nodes -----------------------------------------------------------------------------------------------------
 
 
-def over_nodes(
-    launch: Launch, nodes: int, private: Path, options: Sequence[str] = (), environ: Mapping[str, str] = os.environ
-) -> Launch:
+def over_nodes(launch: Launch, nodes: int, private: Path, environ: Mapping[str, str] = os.environ) -> Launch:
     """Wraps a launch in a job step of ``nodes`` tasks, one per node.
-
-    Args:
-        options: Additional options for srun.
 
     Raises:
         ConfigError: The allocation has too few nodes.
@@ -197,7 +192,7 @@ def over_nodes(
     if environ.get("SLURM_CPUS_PER_TASK"):  # job steps do not inherit this option from sbatch
         srun.append(f"--cpus-per-task={environ['SLURM_CPUS_PER_TASK']}")
     part = [sys.executable, "-m", "megaflow_hpc.model.engines.launch", str(private)]
-    return replace(launch, command=[*srun, *options, *part, *launch.command])
+    return replace(launch, command=[*srun, *part, *launch.command])
 
 
 def part_command(rank: int, command: Sequence[str]) -> list[str]:

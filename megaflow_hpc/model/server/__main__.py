@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         planned = read_run(run)
         what = assignment(planned.servers, index, arguments.policy)
         pool = planned.campaign.get("pool")
+        caps = None if pool is None else planned.config.pool_caps
         idle_s = arguments.idle_s if pool is None else math.inf  # a pool's server waits for users
 
         async def serve() -> int:
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 weights_poll_s=arguments.poll_s or poll_interval_s(planned, what.policy),
                 beat_s=arguments.beat_s,
                 backoff_s=arguments.backoff_s,
-                caps=pool,
+                caps=caps,
             )
             return await server.run()
 

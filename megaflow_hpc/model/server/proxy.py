@@ -368,7 +368,7 @@ class Proxy:
             body = upstream.without_key(body, engine.key)
             if not engine.api and b"max_tokens" in body and b"max_completion_tokens" in body:
                 said = body[:1000].decode("utf-8", "replace")
-                remedy = "this is OpenAI's own API; set api: openai for the model in the campaign file"
+                remedy = "this is OpenAI's own API; set engine: openai for the model in the campaign file"
                 return _refuse(answer.status, f"{said}: {remedy}", self.serving.weights.version)
             if wait_s := answer.headers.get("Retry-After") or upstream.retry_after(body):
                 headers["Retry-After"] = wait_s

@@ -146,7 +146,7 @@ class Tenants:
 
     Args:
         pool: Lists the members' keys.
-        settings: The campaign's ``pool`` section: ``in_flight``, and the users' ``weights``.
+        settings: Maximum number of a user's concurrent requests, ``in_flight``, and the users' ``weights``.
     """
 
     def __init__(self, pool: EnginePool, settings: Mapping[str, Any]) -> None:

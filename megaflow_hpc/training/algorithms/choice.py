@@ -189,7 +189,7 @@ def survivors(
     _check_names(verified, advantage.rewards, "training: advantage.rewards")
     for role, name in (roles or {}).items():  # only rollouts with the role need its reward
         own = [sample for sample in verified if role in sample.roles]
-        _check_names(own, [name] if name else [], f"team.roles.{role}.reward")
+        _check_names(own, [name] if name else [], f"team.{role}.reward")
     return _keep_samples(groups, _drop_reason, drops)
 
 

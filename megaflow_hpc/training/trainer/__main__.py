@@ -70,9 +70,8 @@ def _train(arguments: argparse.Namespace) -> int | None:
     from megaflow_hpc.rundir.record import read_run
 
     campaign = read_run(RunDir(arguments.run)).config
-    if campaign.training and campaign.training.trainer:
-        return _train_by(campaign.training.trainer, arguments)
-    return _train_here(arguments, campaign.slurm.trainer.kind)
+    trainer = campaign.training.trainer if campaign.training else "own"
+    return _train_here(arguments, trainer) if isinstance(trainer, str) else _train_by(trainer, arguments)
 
 
 def _train_by(method: Method, arguments: argparse.Namespace) -> int:

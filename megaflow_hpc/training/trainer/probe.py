@@ -251,7 +251,7 @@ def main() -> None:
     question = json.load(sys.stdin)
     sys.path.insert(0, question["beside"])
     training = resolved(TrainingConfig, question["training"])
-    failures = failed(training, resolved(TeamConfig, question["team"]) if question["team"] else None)
+    failures = failed(training, TeamConfig.model_validate(question["team"]) if question["team"] else None)
     recorded: Digests = {}
     for method in methods_of(training).values():
         try:

@@ -1,4 +1,4 @@
-"""Creates models with VeOmni's implementations and kernels, for ``slurm.trainer.kind: veomni``.
+"""Creates models with VeOmni's implementations and kernels, for ``training.trainer: veomni``.
 
 VeOmni (ByteDance Seed) creates the model, divides it among the ranks (FSDP2, experts) and reads its weights. Loss,
 optimizer, checkpoints and publishing are the same as in this package's own trainer, and so are the names of parameters.
@@ -69,7 +69,7 @@ def read(source: Path, dtype: str, ranks: ProcessGroup, layout: Layout) -> Polic
     """
     if (found := _installed()) != VERSION:
         raise ConfigError(
-            f"slurm.trainer.kind: veomni needs VeOmni {VERSION} in the trainer's environment, which has {found}; "
+            f"training.trainer: veomni needs VeOmni {VERSION} in the trainer's environment, which has {found}; "
             f"run there: pip install --no-deps veomni=={VERSION}"
         )
     # VeOmni could run code from the model directory and load pickled weights. This trainer allows neither.
@@ -83,11 +83,11 @@ def read(source: Path, dtype: str, ranks: ProcessGroup, layout: Layout) -> Polic
     kind = config.model_type
     if kind not in MODELING_REGISTRY.valid_keys() or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         known = ", ".join(sorted(MODELING_REGISTRY.valid_keys()))
-        raise ConfigError(f"{source}: VeOmni has no language model {kind!r} among {known}; use slurm.trainer.kind: own")
+        raise ConfigError(f"{source}: VeOmni has no language model {kind!r} among {known}; use training.trainer: own")
     if layout.expert > 1 and _kernels(ranks.device.type, dtype)["moe_implementation"] == "eager":
         raise ConfigError(
             "parallel.expert: VeOmni sends tokens to experts in bfloat16 on GPUs only; leave it out, or use "
-            "slurm.trainer.kind: own"
+            "training.trainer: own"
         )
     return divided(config, source, dtype, ranks, layout)
 

@@ -135,7 +135,7 @@ async def test_a_refusal_of_max_tokens_names_the_setting_that_replaces_it(server
             status, said = await call(model, {"messages": conversation("hello"), "max_tokens": 9})
             assert status == 400
             assert "Use 'max_completion_tokens' instead" in said["error"]["message"]
-            assert "set api: openai for the model in the campaign file" in said["error"]["message"]
+            assert "set engine: openai for the model in the campaign file" in said["error"]["message"]
 
 
 @in_loop
@@ -243,7 +243,7 @@ async def test_a_role_and_a_judge_may_each_be_a_rented_model(tmp_path: Path) -> 
     (tmp_path / "key").write_text(f"{KEY}\n")
     (tmp_path / "key").chmod(0o600)
     async with rented() as (endpoint, url):
-        model = {"engine": "external", "api": "openai", "base_url": f"{url}/lists", "api_key_file": "key"}
+        model = {"engine": "openai", "base_url": f"{url}/lists", "api_key_file": "key"}
         fields = {
             "name": "rented",
             "tasks": "sums:Sum",
@@ -253,7 +253,7 @@ async def test_a_role_and_a_judge_may_each_be_a_rented_model(tmp_path: Path) -> 
                 "second": {**model, "path": "one"},
                 "grader": {**model, "path": "two", "judge": True, "price": [1e6, 2e6]},
             },
-            "team": {"roles": {"writer": "author", "checker": "second"}},
+            "team": {"writer": "author", "checker": "second"},
         }
         (tmp_path / "campaign.yaml").write_text(yaml.safe_dump(fields, sort_keys=False))
         result, done = await asyncio.to_thread(run_local, tmp_path / "campaign.yaml")

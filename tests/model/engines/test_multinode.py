@@ -38,9 +38,7 @@ def planned(tmp_path: Path, *models: dict[str, Any], **slurm: Any) -> draft.Draf
 
 
 def test_a_server_of_several_nodes_is_an_element_of_so_many_tasks_one_on_each(tmp_path: Path) -> None:
-    made = planned(
-        tmp_path, {"gpus": 8}, {"gpus": 8, "nodes": 2, "servers": [1, 3]}, servers={"extra": {"exclusive": True}}
-    )
+    made = planned(tmp_path, {"gpus": 8}, {"gpus": 8, "nodes": 2, "servers": [1, 3]}, servers={"exclusive": True})
     run = RunDir(tmp_path / "run")
     jobs = list(arrays.server_jobs(made.config, run, made.server_groups, Allowance(1000)))
     assert [(job.indices, job.options["nodes"]) for job in jobs] == [("0-0", 2), ("1-2", 2), ("3-3", 1)]

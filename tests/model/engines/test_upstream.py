@@ -151,7 +151,7 @@ def start(servers: Servers, url: str, api: str, key: str = KEY, **more: Any) -> 
     file = servers.run.path.parent / f"key{len(servers.entries)}"
     file.write_text(key)
     file.chmod(0o600)
-    model = {"engine": "external", "base_url": f"{url}/{api}", "api": api, "path": "m", "api_key_file": str(file)}
+    model = {"engine": api, "base_url": f"{url}/{api}", "path": "m", "api_key_file": str(file)}
     servers.start({**model, **more}, api)
 
 
@@ -340,7 +340,7 @@ def test_strange_requests_and_replies_are_errors_not_crashes(tmp_path: Path) -> 
     key.write_text(KEY)
     key.chmod(0o600)
     for api in ("anthropic", "gemini"):
-        model = {"engine": "external", "base_url": "http://h", "api": api, "path": "m", "api_key_file": str(key)}
+        model = {"engine": api, "base_url": "http://h", "path": "m", "api_key_file": str(key)}
         engine = launch(model, "p", tmp_path)
         assert upstream.url_of(engine, "/v1/chat/completions").startswith("http://h/v1")
         for reply in (

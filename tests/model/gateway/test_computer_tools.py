@@ -295,7 +295,7 @@ async def vendor(folder: Path, api: str) -> AsyncIterator[tuple[Vendor, Servers]
     async with listening(application) as port:
         with Servers(folder) as servers:
             url = f"http://127.0.0.1:{port}/v1"
-            servers.start({"engine": "external", "base_url": url, "api": api, "path": "m", "api_key_file": str(key)})
+            servers.start({"engine": api, "base_url": url, "path": "m", "api_key_file": str(key)})
             await asyncio.to_thread(servers.record, 0)
             yield endpoint, servers
 

@@ -16,7 +16,6 @@ import yaml
 from megaflow_hpc.campaign import plan
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.config import parse
-from megaflow_hpc.config.model import EnginePoolConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.model.server.tenants import Tenants
@@ -45,7 +44,7 @@ def pool(servers: Servers, tmp_path: Path) -> RunDir:
     script = tmp_path / "script.yaml"
     script.write_text(yaml.safe_dump({"default": [{"text": "from the pool", "delay_s": 0.2}]}))
     model = {"engine": "scripted", "script": str(script), "gpus": 0}
-    servers.run = planned(tmp_path / "pool", name="pool", model=model, pool={"in_flight": 2})
+    servers.run = planned(tmp_path / "pool", name="pool", model=model, quotas={"in_flight": 2})
     servers.serve(0)
     servers.record(0)
     return servers.run
@@ -156,8 +155,6 @@ def test_a_members_file_speaks_for_its_owner_alone(pool: RunDir, tmp_path: Path)
 
 
 def test_every_user_has_the_limit_and_an_engine_has_its_own(tmp_path: Path) -> None:
-    section = EnginePoolConfig.model_validate({"in_flight": 2, "weights": {"quick": 3}})
-
     async def most(tenants: Tenants, name: str) -> int:
         inside, found = 0, 0
 
@@ -173,7 +170,7 @@ def test_every_user_has_the_limit_and_an_engine_has_its_own(tmp_path: Path) -> N
         return found
 
     async def scenario() -> None:
-        tenants = Tenants(EnginePool(tmp_path), section.model_dump(mode="json"))
+        tenants = Tenants(EnginePool(tmp_path), {"in_flight": 2, "weights": {"quick": 3}})
         assert [await most(tenants, name) for name in ("quick", "other")] == [2, 2]
         tenants.set_capacity(1)
         assert await most(tenants, "other") == 1

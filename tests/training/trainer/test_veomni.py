@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.config import parse
+from megaflow_hpc.config import CampaignConfig, parse, resolved
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.weights import versions
@@ -115,8 +115,8 @@ def stored(result, ranks):
 
 def sample():
     """The rollouts and plans of a training, by this package's trainer: a run, and three copies to train."""
-    slurm = {"trainer": {"kind": "veomni", "gpus": 2}}
-    run = training_run(Path("run"), TRAINING, tasks=3, samples=4, model="dense", slurm=slurm)
+    slurm = {"trainer": {"gpus": 2}}
+    run = training_run(Path("run"), {**TRAINING, "trainer": "veomni"}, tasks=3, samples=4, model="dense", slurm=slurm)
     pods = Uniform(run)
     flow = watched(run, pods)
     trainer = TrainingLoop(flow, ALONE)
@@ -277,16 +277,18 @@ def test_the_campaign_file_takes_it_where_it_can_train():
         "agent": "nop",
         "samples": 4,
         "model": {"engine": "vllm", "path": "model"},
-        "slurm": {"trainer": {"kind": "veomni"}},
-        "training": {"policies": {"default": {}}},
+        "training": {"policies": {"default": {}}, "trainer": "veomni"},
     }
-    assert parse(fields).slurm.trainer.kind == "veomni"
-    for training, said in (
-        ({"policies": {"default": {"parallel": {"tensor": 2}}}}, "veomni has no tensor parallelism"),
-        ({"policies": {"default": {}}, "trainer": "own:train"}, "leave one of them out"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            parse({**fields, "training": training})
-        parse({**fields, "training": training, "slurm": {}})
-    with pytest.raises(ConfigError, match="kind"):
-        parse({**fields, "slurm": {"trainer": {"kind": "megatron"}}})
+    campaign = parse(fields)
+    assert campaign.training.trainer == "veomni"
+    earlier = campaign.model_dump(mode="json")
+    earlier["training"]["trainer"], earlier["slurm"]["trainer"]["kind"] = None, "veomni"
+    assert resolved(CampaignConfig, earlier) == campaign, "as a run of an earlier version has it"
+    divided = {"policies": {"default": {"parallel": {"tensor": 2}}}}
+    with pytest.raises(ConfigError, match="veomni has no tensor parallelism"):
+        parse({**fields, "training": {**divided, "trainer": "veomni"}})
+    parse({**fields, "training": divided})
+    with pytest.raises(ConfigError, match="'megatron'"):
+        parse({**fields, "training": {**divided, "trainer": "megatron"}})
+    with pytest.raises(ConfigError, match=r"unknown key 'slurm\.trainer\.kind'"):
+        parse({**fields, "slurm": {"trainer": {"kind": "veomni"}}})
