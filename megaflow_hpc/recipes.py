@@ -108,7 +108,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.needs.fetch.format(containers=shlex.quote(str(resource("containers"))))
 
     def to_builtins(self) -> dict[str, object]:
-        """Returns the recipe as JSON-compatible values, with its files, commands and missing packages."""
+        """Returns the recipe as JSON-compatible values, including its files, commands and missing packages."""
         fields: dict[str, object] = msgspec.to_builtins(self)
         missing = [package.name for package in self.missing]
         return {**fields, "files": list(self.files), "missing": missing, "commands": self.commands}

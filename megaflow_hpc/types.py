@@ -454,8 +454,8 @@ ONLY_PARTS = "the rollout has no reward, only rewards of turns; add one called r
 @dataclass(frozen=True)
 class Verdict:
     """Result of a verification. ``output`` is the output of the tests, up to a size limit. A task format may set
-    ``reward`` to ``None`` if it sets an ``error``. :func:`megaflow_hpc.tasks.steps.verify` then sets ``reward`` to
-    0."""
+    ``reward`` to ``None`` if it also sets ``error``. In that case, :func:`megaflow_hpc.tasks.steps.verify` sets
+    ``reward`` to 0."""
 
     reward: float | None = None
     rewards: dict[str, float] = field(default_factory=dict)

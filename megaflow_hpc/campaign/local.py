@@ -224,7 +224,7 @@ class LocalPod:
     def stop(self) -> None:
         """Stops the trainers after their current step, drains the pod, and then stops the engines.
 
-        An interrupt kills all processes immediately. ``resume`` continues a training from its last step.
+        An interrupt kills all processes immediately. ``resume`` continues training from the last step.
         """
         try:
             _stop((trainer.process for trainer in self._trainers), STOP_S)

@@ -73,8 +73,8 @@ class CampaignConfig(Section):
     environment: EnvironmentConfig = EnvironmentConfig()
     """Sandboxes: images, network, limits."""
     services: dict[str, ServiceConfig] = Field(default_factory=dict)
-    """Programs that run next to the sandboxes of each rollout. ``NAME`` is the host name by which sandboxes reach
-    one."""
+    """Programs that run alongside the sandboxes of each rollout. The key is the host name at which sandboxes reach
+    the service."""
     slurm: SlurmConfig = SlurmConfig()
     """Resources that jobs request from Slurm."""
     scheduling: SchedulingConfig = SchedulingConfig()

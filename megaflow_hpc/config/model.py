@@ -138,7 +138,7 @@ class ModelConfig(Section):
     """Rollouts of each task under this policy. With 0, the policy only serves calls that name it; if it is trained, it
     learns from the groups of the other trained policies' steps. Default: the campaign's ``samples``."""
     price: TokenPrice | None = None
-    """Price of a million prompt tokens and of a million sampled tokens in US dollars, such as ``[3, 15]``. Used for
+    """Prices in US dollars per million prompt tokens and per million sampled tokens, such as ``[3, 15]``. Used for
     costs in reports and for ``limits.usd``. Default: none."""
     judge: bool | Literal["reward"] = False
     """Reserve the model for verifiers that judge rollouts; agents cannot call it. ``reward``: the same, for a reward

@@ -24,7 +24,7 @@ METHOD_NAME = re.compile(r"([A-Za-z_]\w*)(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z")
 
 
 STORED = "stored"
-"""Validation context of sections read from a run directory, which an earlier version may have written."""
+"""Validation context for sections that are read from a run directory. An earlier version may have written them."""
 
 
 def describe(schema: dict[str, Any], model: type[BaseModel]) -> None:

@@ -364,9 +364,9 @@ class TrainingConfig(Section):
     prompts: PromptsConfig = PromptsConfig()
     """Selection of the tasks to request next."""
     trainer: Literal["own", "veomni"] | Method = "own"
-    """``own``: transformers and this package. ``veomni``: VeOmni with its kernels, installed in the trainer's
-    environment. Both use the same checkpoints. Or ``module:function``, called with the policy's ``Dataflow``. Default:
-    ``own``."""
+    """``own`` trains with transformers and this package. ``veomni`` uses VeOmni and its kernels, which must be
+    installed in the trainer's environment. Both write the same checkpoints. ``module:function`` names your own
+    trainer, which is called with the policy's ``Dataflow``. Default: ``own``."""
     steps: int = Field(100, ge=1)
     """Number of training steps. Default: 100."""
     checkpoint_every: int = Field(5, ge=1)

@@ -76,8 +76,8 @@ def why_no_links(folder: Path) -> str:
 
 
 def refusal_of_links(folder: Path) -> str:
-    """Explains why a directory cannot hold a run if it lacks hard links, with which pods claim work. Returns an empty
-    string if it supports them."""
+    """Returns why a directory cannot hold a run: its file system lacks the hard links that pods use to claim work.
+    Returns an empty string if it supports them."""
     if not (why := why_no_links(folder)):
         return ""
     mount = mount_of(folder)

@@ -165,7 +165,7 @@ class ApptainerEnvironment(BaseEnvironment):
         """Runs a command with ``bash``, or with ``sh`` if bash is missing.
 
         Raises:
-            TimeoutError: The command exceeded ``timeout_sec``, as in Harbor's own environments.
+            TimeoutError: The command exceeded ``timeout_sec``. Harbor's own environments raise the same error.
         """
         wanted = self._resolve_user(user)
         if wanted not in (None, "root", 0, "0", self._as):

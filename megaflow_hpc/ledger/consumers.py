@@ -29,7 +29,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import FINISHED, OPEN, Marks, counts
 
 READ_S = 10.0
-"""Interval in seconds at which a pod reads the open leases. The pod lists their names at every poll."""
+"""Interval in seconds at which a pod reads the contents of open leases. It lists their names at every poll."""
 
 
 @dataclass

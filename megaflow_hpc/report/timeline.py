@@ -55,7 +55,7 @@ class PodHistory:
 
     @property
     def element(self) -> str:
-        """Array element of the pod. An element has several starts if it was requeued."""
+        """Array element of the pod. An element that was requeued has started more than once."""
         return self.name.rpartition(".")[0]
 
 

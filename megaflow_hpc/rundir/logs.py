@@ -33,7 +33,7 @@ from megaflow_hpc.rundir.summaries import Condensed, Summary, WantedPods
 PIECE = 1 << 20
 """Number of bytes to read at a time."""
 LINE = 1 << 14
-"""Maximum number of bytes of a line to show."""
+"""Maximum number of bytes to show per line."""
 TAIL_BYTES = 16 << 20
 """Maximum number of bytes to search for the last lines of a log."""
 SEARCHED_BYTES = 256 << 20

@@ -90,7 +90,7 @@ class JudgedLayer:
         return replace(spec, env={**spec.env, "HOME": EMPTY_HOME}, binds=(*spec.binds, f"{own}:{EMPTY_HOME}"))
 
     def enter(self, paths: LayerPaths) -> None:
-        """Prepares the layer for the tests. First undoes an earlier attempt that was interrupted."""
+        """Prepares the layer for the tests. If an earlier attempt was interrupted, undoes it first."""
         self._put_back(paths)
         if not self._context.as_left:
             self._sifted = upperdir.sift(paths.upper, paths.image, self._rules())

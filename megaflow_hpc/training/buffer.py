@@ -341,7 +341,7 @@ class Sequences:
         return self._kept[place][0]
 
     def images(self, place: RecordPlace) -> Mapping[str, Image]:
-        """Returns the images of a planned rollout by SHA-256. Raises the errors of :meth:`read`."""
+        """Returns the images of a planned rollout, keyed by SHA-256. Raises the same errors as :meth:`read`."""
         self.at(place)
         return self._kept[place][1]
 

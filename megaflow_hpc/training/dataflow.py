@@ -489,7 +489,7 @@ class Dataflow:
         return count, in_force
 
     def _check_records(self, plan: StepPlan) -> None:
-        """Amends a step that an earlier start planned, to leave out rollouts whose records are damaged."""
+        """Leaves rollouts with damaged records out of a step that was planned before the trainer restarted."""
         for rollout in () if self.rank else plan.rollouts:
             try:
                 self.sequences(rollout)

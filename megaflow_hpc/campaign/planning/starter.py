@@ -268,7 +268,7 @@ def _first(choice: list[Partition]) -> Partition:
 
 
 def _walltime(partition: Partition, wanted_s: float) -> str:
-    """Returns the wanted walltime, or the longest that the partition allows if that is shorter."""
+    """Returns the requested walltime, capped at the partition's maximum."""
     minutes = max(1, int(min(fits.longest_s({"partition": partition.name}), wanted_s) // 60))
     return f"{minutes // 60}:{minutes % 60:02d}:00"
 

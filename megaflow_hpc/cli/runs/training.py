@@ -1,4 +1,4 @@
-"""``training fit`` predicts a training's memory use. ``training skip`` and ``training set`` change steps not yet
+"""``training fit`` predicts the memory use of training. ``training skip`` and ``training set`` change steps not yet
 committed."""
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def register(subparsers: Subparsers) -> None:
     verbs = add_group(
         subparsers,
         "training",
-        "predict the memory of a training, leave a step out, or change its settings",
+        "predict the memory that training needs, leave a step out, or change settings",
         examples=["training fit campaign.yaml", "training skip RUN 12", "training set RUN lr=5e-7"],
     )
     fit = add_verb(
         verbs,
         "fit",
         _fit,
-        "predict the memory and time that a training needs",
+        "predict the memory and time that training needs",
         examples=["training fit campaign.yaml", "training fit campaign.yaml --gpus 8 --gpu-memory 80 --json"],
         description="Predicts the peak memory of each GPU by its parts, the memory of a node, and the sizes of "
         "checkpoints and weight versions, and names changes that make the training fit. Reads only the headers of the "

@@ -291,7 +291,7 @@ class ApptainerSandbox:
     ) -> ExecResult:
         """Runs a command and waits until it ends.
 
-        A string runs through ``/bin/sh -c``. A sequence is executed directly.
+        A string is run with ``/bin/sh -c``. A sequence is executed directly.
 
         Args:
             timeout_s: Seconds after which all processes of the command are killed. The result then has exit code 124
@@ -299,7 +299,7 @@ class ApptainerSandbox:
             cwd: Directory to start in, relative to the sandbox's workdir. If it does not exist, the exit code is 126.
             env: Environment variables added for this command.
             user_input: Standard input of the command. Default: ``/dev/null``.
-            output_limit: Maximum number of bytes kept of each stream: the first half and the last half.
+            output_limit: Maximum number of bytes to keep from each stream: half from the start, half from the end.
             on_output: See :meth:`.CommandDispatcher.run`.
 
         Raises:

@@ -89,7 +89,7 @@ PASSED = re.compile(
     r"(VLLM|SGLANG|SGL|HF|HUGGING_FACE|TRANSFORMERS|SAFETENSORS|TORCH|PYTORCH|TRITON|CUDA|NVIDIA|NCCL|HIP|ROCR|RCCL|"
     r"GLOO|UCX|FI|OMP|KMP|MKL|MEGAFLOW)_.*|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK|LANG|LC_ALL|TZ|no_proxy|NO_PROXY"
 )
-"""Environment variables inherited by an engine in an image, in addition to those set by its adapter."""
+"""Environment variables that an engine running in an image inherits, in addition to those set by its adapter."""
 IMAGE_PYTHON = "python3"
 """Interpreter in the image if ``model.python`` is not set."""
 HOME, UNPACKED = "home", "image"

@@ -44,8 +44,8 @@ T = TypeVar("T")
 RETRY_S = 0.5
 """Seconds before a call is retried after an unusable response. The pause doubles each time."""
 MAX_UNUSABLE, MAX_UNUSABLE_OF_ONE = 6, 3
-"""A call fails after this many unusable responses: from all servers together, and from one server that still answers
-the control."""
+"""Numbers of unusable responses after which a call fails: from all servers together, and from one server that still
+answers the control request."""
 CONTROL_TIMEOUT_S = 30.0
 CONTROL_SERVERS = 4
 """The control is sent to the least busy servers at the same time, at most this many."""

@@ -318,7 +318,7 @@ class Master:
 
 
 def _io_thread(pod: Pod) -> RunIoThread:
-    """Builds the I/O thread, with all objects that access the run directory."""
+    """Builds the I/O thread and all objects that access the run directory."""
     stored, ahead = StoredRollouts(pod.run, pod.ledger.renew), AHEAD_BLOCKS if pod.several_images else 0
     blocks = ClaimedBlocks(pod.run, pod.ledger, stored, pod.tasks, ahead)
     endpoints = Endpoints(pod.run, pod.servers)

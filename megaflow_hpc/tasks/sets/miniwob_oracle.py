@@ -1,6 +1,6 @@
-"""Solves MiniWoB++ pages using their accessibility tree. Serves as the reference solution of the imported tasks.
+"""Solves MiniWoB++ pages using their accessibility tree. Serves as the reference solution for the imported tasks.
 
-A copy of this file is each task's ``solution/solve.py``. It runs in the sandbox and only needs the standard library:
+Each task's ``solution/solve.py`` is a copy of this file. It runs in the sandbox and only needs the standard library:
 ``python3 solve.py PAGE UTTERANCE``.
 """
 

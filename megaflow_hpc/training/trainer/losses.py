@@ -1,11 +1,11 @@
 """The trainer's losses: pure functions of log-probabilities, advantages and masks of packed tokens.
 
 Three policies assign a log-probability to each token. The *engine* sampled the token. The *proximal* policy is the
-trainer's policy before the first optimizer step on this step's data. The *new* policy is being trained. Ratios are new
-over proximal, which is exactly 1 before the first optimizer step. Ratios of new to engine would not be 1, because
-engine and trainer round differently: with a bfloat16 engine and a float32 trainer, 82 % of sequences were outside a
-clip range of 3e-4 before any update. The ratio of proximal to engine is used as a truncated weight without gradient,
-and for the metric ``mismatch``.
+trainer's policy before the first optimizer step on this step's data. The *new* policy is being trained. Ratios are
+computed as new over proximal, so they are exactly 1 before the first optimizer step. Ratios of new to engine would not
+be 1, because engine and trainer round differently: with a bfloat16 engine and a float32 trainer, 82 % of sequences were
+outside a clip range of 3e-4 before any update. The ratio of proximal to engine is used as a truncated weight without
+gradient, and for the metric ``mismatch``.
 
 ======== =========================================== ===================================== ================
 kind     for each token                              averaged                              arXiv

@@ -412,7 +412,7 @@ class TrajectoryWriter:
         self._backing.check()
 
     def _flush_reward(self, name: str, given: dict[int, float]) -> None:
-        """Extends a reward column to the new rows, with NaN for rows without this reward."""
+        """Extends a reward column to cover the new rows. Rows without this reward get NaN."""
         if name not in self._rewards:
             self._rewards[name] = reward_writer(self._file, name)
         column = self._rewards[name]

@@ -189,7 +189,7 @@ def size_of(path: Path) -> int:
 
 
 def is_packed_by_later_start(path: Path) -> bool:
-    """Returns whether a later start of the pod has written a pack, which might contain a journal of this name.
+    """Returns whether a pack that may contain this journal was written after the pod had restarted.
 
     Lists the directory once.
     """

@@ -99,7 +99,7 @@ class ContainerState:
 
     init: Identity
     runtime_threads: int = 0
-    """Number of Apptainer's threads, which the kernel counts with the container's."""
+    """Number of Apptainer's threads. The kernel counts them together with the container's."""
     descriptors: Descriptors = field(default_factory=Descriptors)
     memory: int = 0
     """Memory in bytes at the last poll. It is an upper bound unless it exceeds the limit."""

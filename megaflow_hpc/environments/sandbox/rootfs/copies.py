@@ -38,7 +38,7 @@ def lay_out(image: str, layer: str) -> int:
     """Copies the image to ``LAYER/root``, merges ``LAYER/upper`` into it and removes ``upper``.
 
     Returns:
-        Size on disk of the image's copy, in bytes.
+        Size on disk of the copied image, in bytes.
     """
     root, upper, partial = (os.path.join(layer, name) for name in ("root", "upper", "root.partial"))
     remove_tree(partial)

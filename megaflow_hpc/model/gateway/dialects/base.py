@@ -182,7 +182,7 @@ def new_id(prefix: str) -> str:
 
 
 def text_part(text: str) -> dict[str, Any]:
-    """Returns a text part of a chat message."""
+    """Returns a text part for a chat message."""
     return {"type": "text", "text": text}
 
 
