@@ -152,7 +152,7 @@ class Campaign:
         groups = draft.server_groups
         self.notices += job_requests.check(draft.config, groups, self.where)
         walltimes_s = {
-            key: fits.walltime_s(job.named)
+            key: fits.walltime_s(job.options)
             for key, job in job_requests.each_job(draft.config, RunDir("/RUN"), groups)
             if job.role == "pods"
         }

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.config.slurm import CPUS_PER_RANK, LIFTED, option_name
+from megaflow_hpc.config.slurm import CPUS_PER_RANK, LIFTED
 from megaflow_hpc.errors import ConfigError, Mistakes, SiteError
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.rundir.layout import RunDir
@@ -86,8 +86,8 @@ def beside(
     amounts = []
     others = [*server_jobs(config, run, groups, allowed), *trainer_jobs(config, run)] if allowed.caps else []
     for job in others:
-        both = set(allowed.caps) & set(limits.resource_caps(job.named))
-        amounts += [limits.shared(charged(job.named), both)] * (job.elements or 1)
+        both = set(allowed.caps) & set(limits.resource_caps(job.options))
+        amounts += [limits.shared(charged(job.options), both)] * (job.elements or 1)
     return amounts
 
 
@@ -147,7 +147,7 @@ def check(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> 
                 raise
             lines = error.found if isinstance(error, Mistakes) else [str(error)]
             findings += [line + LIFTED for line in lines]
-    findings += [_with_location(line, where) for key, job in jobs for line in doubts(key, job.named)]
+    findings += [_with_location(line, where) for key, job in jobs for line in doubts(key, job.options)]
     return findings + _idle_resources(config, groups, where)
 
 
@@ -159,7 +159,7 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
         SiteError: A job would never start. The message names the limit.
     """
     caps: dict[tuple[str, ...], tuple[limits.Cap, ...]] = {}
-    jobs = [(key, job.role, job.named) for key, job in each_job(config, RunDir("/RUN"), groups)]
+    jobs = [(key, job.role, job.options) for key, job in each_job(config, RunDir("/RUN"), groups)]
     refused = [_with_location(line, where) for key, _, options in jobs for line in refusals(key, options)]
     refused += _gpu_contradictions(config, groups, where)
     if refused:
@@ -192,7 +192,6 @@ def _gpu_contradictions(config: CampaignConfig, groups: Sequence[ServerGroup], w
     for role, wanted_by, wanted, job in jobs:
         gpus_by_option = limits.gpu_requests(job.options)
         own: dict[str, Any] = getattr(slurm, role).extra
-        names = [option_name(name) for name in own]
         others = {
             name: count for name, count in gpus_by_option.items() if not (wanted_by and wanted and count == wanted)
         }
@@ -200,7 +199,7 @@ def _gpu_contradictions(config: CampaignConfig, groups: Sequence[ServerGroup], w
             gpus_by_option = {wanted_by: wanted, **others}
         elif len(set(gpus_by_option.values())) < 2:
             continue
-        first = next((name for name in gpus_by_option if name in names), "")
+        first = next((name for name in gpus_by_option if name in own), "")
         key = f"slurm.{role}" if first else "slurm"
         asked = " and ".join(f"{name} ({count:g})" for name, count in gpus_by_option.items())
         lines[role] = f"{where(key)}: {key}: {asked} request different numbers of GPUs per node; keep one of them"
@@ -209,7 +208,7 @@ def _gpu_contradictions(config: CampaignConfig, groups: Sequence[ServerGroup], w
 
 def _too_short(config: CampaignConfig, key: str, job: script.Job) -> Iterator[str]:
     leads = {"pods": config.slurm.lead_s, "servers": script.WARN_S, "trainer": script.TRAINER_WARN_S}
-    time_s, lead = walltime_s(job.named), leads.get(job.role, 0)
+    time_s, lead = walltime_s(job.options), leads.get(job.role, 0)
     if time_s is not None and time_s <= lead:
         what = "its signal before the end" if job.role == "pods" else "the time reserved for its end"
         yield f"{key}.time: {time_s:.0f} s, and {what} is {lead} s: the job would end as it starts; request more time"
@@ -223,7 +222,7 @@ def drain_window_s(config: CampaignConfig) -> int:
     pods = config.slurm.pods
     jobs = [script.pod_job(config, RunDir("/RUN"), 1, pool=pool) for pool in (None, *pods.pools)]
     try:
-        times = [walltime_s(job.named) for job in jobs if not job.cluster]
+        times = [walltime_s(job.options) for job in jobs if not job.cluster]
         walltimes_s = [time_s for time_s in times if time_s]
         return limits.requeue_window_s(pods.total, min(walltimes_s, default=None))
     except SiteError:
@@ -238,7 +237,7 @@ def requeue_warnings(config: CampaignConfig, groups: Sequence[ServerGroup], wher
     """
     lines = {}
     for key, job in each_job(config, RunDir("/RUN"), groups):
-        if job.role != "gather" and (why := not_requeued(job.named)):
+        if job.role != "gather" and (why := not_requeued(job.options)):
             lines[job.role] = (
                 f"{where(key)}: {key}: {why}: a job that reaches its walltime or loses its node is not restarted; to "
                 "continue then: megaflow-hpc resume RUN"
@@ -263,7 +262,7 @@ def _idle_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
         if job.role not in remedies:
             continue
         who, resource, unit, remedy = remedies[job.role]
-        options = job.named
+        options = job.options
         used, paid = limits.asked(options).get(resource, 0), charged(options).get(resource, 0)
         names = str(options.get("partition") or "the default partition")
         if used < paid and takes_whole_nodes(options):
@@ -321,9 +320,4 @@ def pod_options(config: CampaignConfig) -> dict[str, Any]:
     """Returns the sbatch options that determine which limits apply to pods."""
     slurm = config.slurm
     own = {} if slurm.pods.partition is None else {"partition": slurm.pods.partition}
-    return named({**slurm.extra, **own, **slurm.pods.extra})
-
-
-def named(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts the keys of options to sbatch's option names."""
-    return {option_name(name): value for name, value in options.items()}
+    return {**slurm.extra, **own, **slurm.pods.extra}

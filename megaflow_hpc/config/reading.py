@@ -33,7 +33,8 @@ UNITS = {"s": "seconds", "gb": "GB", "mb": "MB", "hours": "hours"}
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that rejects duplicate keys and does not parse base-60 numbers (``time: 1:00:00`` stays a string)."""
+    """YAML loader that rejects duplicate keys and parses no numbers to other bases: ``time: 1:00:00`` and
+    ``account: 0123`` stay strings."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """Builds the mapping of a node.
@@ -55,7 +56,7 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in pairs if tag not in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")]
     for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?\d+\Z"), list("-+0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9]\d*)\Z"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"([-+]?(\d+\.\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+|[-+]?\.inf|\.nan)\Z"),
@@ -226,7 +227,8 @@ def _explained(problem: Any, location: Sequence[Any], key: Sequence[Any], schema
         names = sorted({name for section in sections for name in section.get("properties", ())})
         options = [name for section in sections for name in section.get("x-options", ())]
         close = difflib.get_close_matches(str(location[-1]), [*names, *options], 1)
-        remedy = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(names)}"
+        more = " and options of sbatch" if options else ""
+        remedy = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(names)}{more}"
         return f"unknown key {'.'.join(map(str, location))!r}; {remedy}"
     if problem["type"] == "missing":
         return f"{'.'.join(map(str, location))!r} is missing; add it"

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
+    ValidationError,
     ValidationInfo,
     field_validator,
     model_serializer,
     model_validator,
 )
 from pydantic.json_schema import SkipJsonSchema
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from megaflow_hpc.config.sections import STORED, Section, describe
 
@@ -70,7 +73,7 @@ MAX_PODS = 100_000
 """Maximum number of pods in a section. A larger number is assumed to be a typo."""
 
 _OPTIONS = """
-account acctg-freq array batch bb bbf begin chdir cluster clusters cluster-constraint comment constraint container
+account acctg-freq array batch bb bbf begin chdir clusters cluster-constraint comment constraint container
 container-id contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot
 dependency distribution error exclude exclusive export export-file extra-node-info get-user-env gid gpu-bind
 gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint hold ignore-pbs input job-name
@@ -83,7 +86,21 @@ threads-per-core time time-min tmp tres-bind tres-per-task uid use-min-nodes wai
 SBATCH_OPTIONS = tuple(_OPTIONS.split())
 """Options of sbatch. Plugins of a site add options: names with a dash that resemble no known name, or any after
 ``--``."""
-
+OWN_OPTIONS = {
+    "array": "pods.count and model.servers set the number of jobs",
+    "clusters": "only pods run at another cluster, as slurm.pods.pools: [{clusters: NAME}]",
+    "comment": "the jobs of a run are found by it",
+    "dependency": "the jobs of a run wait for one another",
+    "error": "logs are in RUN/logs",
+    "job-name": "the campaign's name sets it",
+    "nodes": "pods.nodes, model.nodes and trainer.nodes set it",
+    "ntasks": "pods.nodes and pods.ranks_per_node set it",
+    "ntasks-per-node": "pods.ranks_per_node sets it",
+    "output": "logs are in RUN/logs",
+    "signal": "only pods and gather take it",
+    "test-only": "run --dry-run shows what would be submitted",
+}
+"""Options of sbatch that the jobs set themselves, each with the reason or the key to use."""
 
 EARLIER_KEYS = {"account": "account", "cpus_per_gpu": "cpus-per-gpu", "cluster": "clusters"}
 """Key of runs that an earlier version planned → option of sbatch."""
@@ -101,22 +118,12 @@ def option_name(name: str) -> str:
     return name.strip("-").replace("_", "-")
 
 
-def _check_options(options: dict[str, Any]) -> None:
-    for name in sorted(map(str, options)):
-        if name.strip("-") in ("M", "cluster"):
-            raise ValueError(f"{name}: pods at another cluster are slurm.pods.pools: [{{clusters: NAME}}]")
-        if len(name.strip("-")) == 1:  # sbatch would get --t=10
-            raise ValueError(f"{name}: write the option's long name, such as time for t")
-        if option_name(name) == "clusters" and not re.fullmatch(r"[A-Za-z0-9_-]+", str(options[name])):
-            raise ValueError(f"{name}: {options[name]!r}: expected the name of one cluster")
-        if option_name(name) == "cpus-per-gpu" and not (isinstance(options[name], int) and options[name] > 0):
-            raise ValueError(f"{name}: expected a whole number above 0")
-
-
 class JobSection(Section):
     """A section of settings and sbatch options."""
 
     model_config = ConfigDict(json_schema_extra=_describe_job)
+    refused: ClassVar[Mapping[str, str]] = OWN_OPTIONS
+    """Options of sbatch that the section does not accept, each with the reason."""
 
     extra: SkipJsonSchema[dict[str, Any]] = Field(default_factory=dict)
     """sbatch options. In the campaign file, they are keys of the section."""
@@ -130,10 +137,23 @@ class JobSection(Section):
             if info.context != STORED:
                 raise ValueError("extra: write its options directly into the section, such as qos: long")
             earlier = {option: value[key] for key, option in EARLIER_KEYS.items() if value.get(key)}
-            return {**value, "extra": {**earlier, **value["extra"]}}
-        options = {name: v for name, v in value.items() if name not in cls.model_fields and cls._is_option(name)}
-        _check_options(options)
-        return {**{name: v for name, v in value.items() if name not in options}, "extra": options}
+            given = {**earlier, **value["extra"]}
+        else:
+            given = {name: v for name, v in value.items() if name not in cls.model_fields and cls._is_option(name)}
+        options: dict[str, Any] = {}
+        mistakes = []
+        for name, option in given.items():
+            known = option_name(name)
+            try:
+                if info.context != STORED:
+                    cls._check_option(known, option, known in options)
+            except ValueError as error:
+                kind = PydanticCustomError("option", "{message}", {"message": str(error)})
+                mistakes.append(InitErrorDetails(type=kind, loc=(name,), input=option))
+            options[known if known in SBATCH_OPTIONS else name] = option
+        if mistakes:
+            raise ValidationError.from_exception_data(cls.__name__, mistakes)
+        return {**{name: v for name, v in value.items() if name not in given}, "extra": options}
 
     @classmethod
     def _is_option(cls, name: Any) -> bool:
@@ -144,6 +164,33 @@ class JobSection(Section):
             return True
         known = [*(field.replace("_", "-") for field in cls.model_fields), *SBATCH_OPTIONS]
         return "-" in name and "_" not in name and not difflib.get_close_matches(option, known, 1, 0.75)
+
+    @classmethod
+    def _check_option(cls, name: str, value: Any, given_twice: bool) -> None:
+        """Checks one option of the campaign file.
+
+        Raises:
+            ValueError: It is not possible here. The message names the remedy.
+        """
+        field = name.replace("-", "_")
+        if len(name) == 1:  # sbatch would get --t=10
+            raise ValueError("write the option's long name, such as time for t")
+        if field in cls.model_fields:
+            raise ValueError(f"write {field}")
+        if given_twice:
+            raise ValueError("is there twice, in two spellings; keep one")
+        if name in cls.refused:
+            raise ValueError(f"leave it out: {cls.refused[name]}")
+        if isinstance(value, list | dict):
+            raise ValueError("expected one value, written as for sbatch, such as END,FAIL")
+        if name == "signal" and not SIGNAL.fullmatch(str(value)):
+            raise ValueError("write B:USR2@SECONDS, such as B:USR2@300")
+        if name == "clusters" and not re.fullmatch(r"[A-Za-z0-9_-]+", str(value)):
+            raise ValueError("expected the name of one cluster")
+        if name == "cpus-per-gpu" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError("expected a whole number above 0")
+        if name == "time":
+            _walltime(value)
 
     @model_serializer(mode="wrap")
     def _flat(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -156,6 +203,11 @@ class PodsConfig(JobSection):
     """The pods, a job array on CPU nodes. Each array element is a pod, an MPI world whose ranks run sandboxes. Other
     keys are options of sbatch, by their long names, such as ``constraint``. ``signal: B:USR2@300`` lets pods drain
     300 s before the end of the walltime instead of 60, of which running rollouts get all but the last 35."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        **{name: why for name, why in OWN_OPTIONS.items() if name not in ("clusters", "signal")},
+        "cpus-per-task": "pods.cpus_per_rank sets it",
+    }
 
     partition: str | None = None
     """CPU partition, or a comma-separated list from which Slurm chooses. Default: the site's."""
@@ -197,12 +249,14 @@ class PodsConfig(JobSection):
                 own = name in ("count", "partition", "time", "extra")
                 if not own and getattr(pool, name) != field.get_default(call_default_factory=True):
                     raise ValueError(f"{name}: all pools have that of slurm.pods; leave it out")
+            if "signal" in pool.extra:
+                raise ValueError("signal: all pools have that of slurm.pods; leave it out")
         return value
 
     @property
     def cluster(self) -> str:
         """Another cluster on which this pool runs (``clusters``). Empty for the login node's."""
-        return next((str(value) for name, value in self.extra.items() if option_name(name) == "clusters"), "")
+        return str(self.extra.get("clusters", ""))
 
     @property
     def ranks(self) -> int:
@@ -267,6 +321,12 @@ class TrainerConfig(JobSection):
         return self
 
 
+class GatherConfig(JobSection):
+    """The job that writes trajectories.h5 after the pods have ended. All keys are options of sbatch."""
+
+    refused: ClassVar[Mapping[str, str]] = {name: why for name, why in OWN_OPTIONS.items() if name != "signal"}
+
+
 class SlurmConfig(JobSection):
     """Resources that jobs request from Slurm. Other keys are options of sbatch for every job, by their long names, such
     as ``account`` (default: the user's default account), ``qos`` and ``reservation``. Options in ``pods``, ``servers``,
@@ -292,19 +352,18 @@ class SlurmConfig(JobSection):
     """Resources of engine servers, which run the model."""
     trainer: TrainerConfig = TrainerConfig()
     """Resources of the trainer jobs, one for each trained policy."""
-    gather: dict[str, Any] = Field(default_factory=dict)
-    """sbatch options, by name, for the job that writes trajectories.h5 after the pods have ended. For an email, set
-    ``mail-user`` and ``mail-type: END,FAIL``. Defaults: ``partition``, that of ``pods``; ``time``, enough for the
-    expected bytes and at least an hour, or less if partition, account or QOS allow less; ``cpus-per-task``, the CPUs of
-    a pod on one node, at most 8."""
+    gather: GatherConfig = GatherConfig()
+    """sbatch options, by their long names, for the job that writes trajectories.h5 after the pods have ended. For
+    an email, set ``mail-user`` and ``mail-type: END,FAIL``. Defaults: ``partition``, that of ``pods``; ``time``,
+    enough for the expected bytes and at least an hour, or less if partition, account or QOS allow less;
+    ``cpus-per-task``, the CPUs of a pod on one node, at most 8."""
 
     @model_validator(mode="after")
     def _one_job(self) -> SlurmConfig:
-        for options in (self.extra, self.pods.extra, self.servers.extra, self.trainer.extra, self.gather):
-            if any(option_name(name) == "clusters" for name in options):
-                raise ValueError("clusters: pods at another cluster are slurm.pods.pools: [{clusters: NAME}]")
+        if self.pods.cluster:
+            raise ValueError("pods.clusters: write pods: {pools: [{clusters: NAME}]}")
         if self.lead_s < MIN_LEAD_S:
-            raise ValueError(f"signal: write B:USR2@SECONDS, at least {MIN_LEAD_S}, such as B:USR2@300")
+            raise ValueError(f"pods.signal: write at least {MIN_LEAD_S} seconds, such as B:USR2@300")
         if self.together and self.servers.setup:
             raise ValueError(
                 "servers.setup: with together: true, pods and engines are one job; move the lines to setup"
@@ -321,17 +380,3 @@ class SlurmConfig(JobSection):
         signal = {**self.extra, **self.pods.extra}.get("signal", f"B:USR2@{LEAD_S}")
         found = SIGNAL.fullmatch(str(signal))
         return int(found[1]) if found else 0
-
-    @field_validator("gather", mode="before")
-    @classmethod
-    def _gather(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        if "extra" in value:
-            raise ValueError("extra: write its options directly into the section, such as qos: long")
-        _check_options(value)
-        try:
-            _walltime(value.get("time"))
-        except ValueError as error:
-            raise ValueError(f"time {error}") from None
-        return value

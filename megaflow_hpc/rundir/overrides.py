@@ -81,20 +81,16 @@ def _with(config: CampaignConfig, changes: Changes) -> CampaignConfig:
     for role, values in changes.items():
         section = slurm[role]
         for key, value in values.items():
-            for name in [name for name in section if _option(name) in OPTIONS[key]]:
+            for name in section.keys() & set(OPTIONS[key]):
                 del section[name]
             if role == "gather" and key == "mem_gb":
                 section["mem"] = None if value is None else f"{round(value * 1000)}M"
             else:
                 section[key] = value
             kept = OPTIONS[key] if value is None else OPTIONS[key][1:]  # Slurm refuses mem next to mem-per-cpu
-            if shared := [name for name in slurm if _option(name) in kept]:
-                raise ConfigError(f"slurm.{shared[0]} is set for every job of this run; plan a new run without it")
+            if shared := slurm.keys() & set(kept):
+                raise ConfigError(f"slurm.{min(shared)} is set for every job of this run; plan a new run without it")
     return config.model_copy(update={"slurm": resolved(SlurmConfig, slurm)})
-
-
-def _option(name: str) -> str:
-    return name.strip("-").replace("_", "-")
 
 
 def _read(run: RunDir) -> dict[str, dict[str, Any]]:

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.config.slurm import option_name
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.atomic import make_directory, write_json
 from megaflow_hpc.host.locks import locked_if_supported
@@ -91,14 +90,14 @@ def trainer_jobs(config: CampaignConfig, run: RunDir, policies: Collection[str] 
 def _default_cpus_per_gpu(gpus: int, extra: Collection[str], job: Callable[[int | None], Job]) -> int | None:
     """Returns the default number of CPUs per GPU. ``None`` if the campaign or Slurm sets it, or if limits forbid the
     default."""
-    if not gpus or {option_name(name) for name in extra} & _CPU_OPTIONS or not site.has_slurm():
+    if not gpus or _CPU_OPTIONS.intersection(extra) or not site.has_slurm():
         return None
     cpus = None
     with contextlib.suppress(SiteError):
         cpus = site.engine_cpus(job(None).options.get("partition"))
     if cpus is None:
         return None
-    wanted = job(cpus).named
+    wanted = job(cpus).options
     refused = impossible(resource_caps(wanted), charged(wanted))
     return None if refused else cpus
 
@@ -157,7 +156,7 @@ def pod_jobs(
         sizes = chunks(min(size, left), allowed.array_size)
         left -= sum(sizes)
         most = [] if allowed.running is None else [allowed.running - engines]
-        if fit := at_once(allowed.caps, charged(pod_job(config, run, 1, pool=pool).named), server_amounts):
+        if fit := at_once(allowed.caps, charged(pod_job(config, run, 1, pool=pool).options), server_amounts):
             most.append(fit[0])
         throttle = max(1, min(most)) if most else None
         for elements in sizes:

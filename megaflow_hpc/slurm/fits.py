@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megaflow_hpc.config.slurm import option_name
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.slurm import limits, site
 from megaflow_hpc.slurm.script import Job
@@ -67,12 +66,10 @@ def timed(job: Job, unasked_s: float | None = None) -> Job:
     Args:
         unasked_s: Seconds to request instead of the partition's default.
     """
-    options = {option_name(name): value for name, value in job.options.items() if value is not None}
+    options = {name: value for name, value in job.options.items() if value is not None}
     if job.cluster or "time" in options:
         return job
-    parts = [options]
-    for engine in job.engines:
-        parts.append(options | {option_name(name): value for name, value in engine.items()})
+    parts = [options, *({**options, **engine} for engine in job.engines)]
     asked = [asked_time(part, unasked_s) for part in parts]
     times = [time for time in asked if time is not None]
     if not times:
@@ -280,7 +277,7 @@ def ranks_that_fill(jobs: Iterable[Job], cpus_per_rank: int) -> int:
     """
     sizes = []
     for job in jobs:
-        partitions = partitions_of(job.named, job.cluster)
+        partitions = partitions_of(job.options, job.cluster)
         limits_of = {} if job.cluster else site.cpu_limits()
         if not partitions:
             raise ConfigError("ranks_per_node: fill: the size of a node is unknown; name the partition, or the ranks")

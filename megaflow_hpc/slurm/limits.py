@@ -21,7 +21,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megaflow_hpc.config.slurm import option_name
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.slurm import site
 
@@ -133,7 +132,7 @@ def shared(amounts: Amounts, limits: Iterable[Cap]) -> Amounts:
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, str]:
-    return {option_name(name): str(value) for name, value in options.items() if value not in (None, False)}
+    return {name: str(value) for name, value in options.items() if value not in (None, False)}
 
 
 def _number(options: Mapping[str, str], name: str, default: int) -> int:

@@ -66,11 +66,6 @@ class Job:
     """Section of ``slurm`` whose ``setup`` an element of the engine array runs."""
 
     @property
-    def named(self) -> dict[str, Any]:
-        """The sbatch options, under sbatch's own names."""
-        return {option_name(name): value for name, value in self.options.items()}
-
-    @property
     def indices(self) -> str:
         """Index range in the format of ``--array``."""
         throttle = "" if self.throttle is None else f"%{self.throttle}"
@@ -186,8 +181,7 @@ def _requests(
 
 def _with_cpus(options: dict[str, Any], gpus: int, default: int | None) -> dict[str, Any]:
     """Replaces ``cpus-per-gpu`` by CPUs per task, which the scripts pass on to ``srun``."""
-    given = [options.pop(name) for name in list(options) if option_name(name) == "cpus-per-gpu"]
-    each = given[-1] if given else default
+    each = options.pop("cpus-per-gpu", default)
     return {**options, "cpus-per-task": options.get("cpus-per-task") or (each and each * max(1, gpus))}
 
 
@@ -332,7 +326,6 @@ def trainer_job(config: CampaignConfig, run: RunDir, policy: str, cpus_per_gpu: 
         cpus_per_gpu: CPUs per GPU if the campaign does not set them. Default: Slurm's default.
     """
     trainer, servers = config.slurm.trainer, config.slurm.servers
-    given = {option_name(name): value for name, value in servers.extra.items()}
     options = {
         **_common(config, run, "trainer"),
         "output": str(run.logs / "trainer-%j.log"),
@@ -343,7 +336,7 @@ def trainer_job(config: CampaignConfig, run: RunDir, policy: str, cpus_per_gpu: 
         "requeue": True,
         **_requests(config, trainer, trainer.partition or servers.partition, trainer.mem_gb),
     }
-    options = _with_cpus(options, trainer.gpus, given.get("cpus-per-gpu", cpus_per_gpu))
+    options = _with_cpus(options, trainer.gpus, servers.extra.get("cpus-per-gpu", cpus_per_gpu))
     return Job("trainer", options, run=str(run), policy=policy)
 
 
@@ -365,7 +358,7 @@ def gather_job(config: CampaignConfig, run: RunDir, dependency: str, servers: Se
         "requeue": True,
         "dependency": dependency,
         **config.slurm.extra,
-        **gather,
+        **gather.extra,
     }
     elsewhere = ["--wait"] if any(pool.cluster for pool in config.slurm.pods.pools) else []
     ending = ["--end-servers", *servers] if servers else []

@@ -62,12 +62,13 @@ def test_the_stable_part_of_the_campaign_file_is_read(tmp_path: Path) -> None:
 
 
 def test_options_of_sbatch_are_keys_of_their_section_and_stay_so_in_a_run() -> None:
-    options = {"account": "lab", "mem_per_cpu": "2G", "disable-turbomode": True, "--image": "a plugin's"}
-    fields = {"name": "x", "tasks": "t", "agent": "nop", "slurm": {**options, "pods": {"qos": "long", "time": 5}}}
+    options = {"account": "0123", "mem-per-cpu": "2G", "disable-turbomode": True, "--image": "a plugin's"}
+    fields = {"name": "x", "tasks": "t", "agent": "nop", "slurm": {**options, "pods": {"--qos": "long", "time": 5}}}
+    fields["slurm"]["mem_per_cpu"] = fields["slurm"].pop("mem-per-cpu")
     campaign = config.parse(fields)
     assert (campaign.slurm.extra, campaign.slurm.pods.extra) == (options, {"qos": "long"})
     stored = campaign.model_dump(mode="json")
-    assert stored["slurm"]["mem_per_cpu"] == "2G"
+    assert stored["slurm"]["mem-per-cpu"] == "2G"
     assert config.parse(stored) == config.resolved(config.CampaignConfig, stored) == campaign
 
 
@@ -201,7 +202,10 @@ def test_a_time_is_text_and_not_a_number_to_base_60(tmp_path: Path) -> None:
             MINIMAL + "slurm: {pods: {cpus-per-rank: 3}}\n",
             "campaign.yaml:4: unknown key 'slurm.pods.cpus-per-rank'; did",
         ),
-        (MINIMAL + "slurm: {gather: {time: soon}}\n", "campaign.yaml:4: slurm.gather: time 'soon' is not a time"),
+        (
+            MINIMAL + "slurm: {gather: {time: soon}}\n",
+            "campaign.yaml:4: slurm.gather.time 'soon': 'soon' is not",
+        ),
         (MINIMAL + "slurm: {pods: {time: soon}}\n", "campaign.yaml:4: slurm.pods.time 'soon': 'soon' is not a time"),
         (MINIMAL + "slurm: {pods: {mem_gb: .inf}}\n", "campaign.yaml:4: slurm.pods.mem_gb inf: expected a number"),
         (
@@ -232,8 +236,7 @@ def test_a_walltime_in_which_nothing_can_run_is_refused(tmp_path: Path, section:
     slurm = f"{{pods: {{pools: [{inner}]}}}}" if section == "pools" else f"{{{section}: {inner}}}"
     said = complaint(tmp_path, f"{MINIMAL}slurm: {slurm}\n")
     key = "pods.pools.0" if section == "pools" else section
-    named = "slurm.gather: time " if section == "gather" else f"slurm.{key}.time "
-    assert said.startswith(f"campaign.yaml:4: {named}")
+    assert said.startswith(f"campaign.yaml:4: slurm.{key}.time ")
     assert value.strip("'") in said
     assert said.endswith("; write minutes (30), HH:MM:SS or D-HH:MM:SS")
 

@@ -30,9 +30,9 @@ def test_what_new_jobs_ask_for_is_changed_and_kept(run: RunDir) -> None:
     override(run, PLANNED, {"pods": {"time": "8:00:00", "mem_gb": 64.0}})
     override(run, PLANNED, {"pods": {"partition": "long"}, "servers": {"time": "1-00:00:00"}})
     now = asked(run)
-    assert now == {**{k: v for k, v in before.items() if k != "mem_per_cpu"}, **now}
+    assert now == {**{k: v for k, v in before.items() if k != "mem-per-cpu"}, **now}
     assert (now["time"], now["mem"], now["partition"], now["nice"]) == ("8:00:00", "64000M", "long", 5)
-    assert "mem_per_cpu" not in now, "it would be asked for beside --mem, which Slurm refuses"
+    assert "mem-per-cpu" not in now, "it would be asked for beside --mem, which Slurm refuses"
     assert overridden(run, PLANNED).slurm.servers.time == "1-00:00:00"
     override(run, PLANNED, {"pods": {"time": None}})
     assert asked(run)["time"] is None, "the partition's own"

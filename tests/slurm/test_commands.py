@@ -284,7 +284,7 @@ def test_servers_ask_for_what_the_campaign_says_or_their_part_of_a_node(prints: 
     assert asked(cpus_per_gpu=3) == 6
     assert asked(0) is None
     assert asked(0, cpus_per_gpu=3) == 3
-    assert asked(cpus_per_task=5) is None, "as a user may spell it"
+    assert asked(cpus_per_task=5) == 5, "as a user may spell it"
     assert asked(exclusive=True) is None
     assert arrays.cpus_per_gpu(config.parse({"name": "x", "tasks": "t", "agent": "nop"}), run, group) is None
 

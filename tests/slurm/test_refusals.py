@@ -11,12 +11,21 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc import config
+from megaflow_hpc.config.slurm import OWN_OPTIONS, GatherConfig, PodsConfig, ServersConfig, SlurmConfig, TrainerConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model.engines.launch import Launch, over_nodes
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.slurm import script
 from tests.support.places import ROOT
+
+SECTIONS = {
+    "slurm": SlurmConfig,
+    "pods": PodsConfig,
+    "servers": ServersConfig,
+    "trainer": TrainerConfig,
+    "gather": GatherConfig,
+}
 
 SRUN = """
 touch "$MEGAFLOW_POD_DIR/world"
@@ -258,16 +267,37 @@ def test_the_lead_time_is_that_of_sbatchs_signal() -> None:
     fields = {"name": "x", "tasks": ["t"], "agent": ["oracle"], "slurm": stored}
     assert config.resolved(config.CampaignConfig, fields).slurm.lead_s == 90, "as an earlier version has it"
     for wrong, why in (
-        ({"pods": {"signal": "B:USR2@39"}}, "write B:USR2@SECONDS, at least 40"),
-        ({"pods": {"signal": "TERM@60"}}, "write B:USR2@SECONDS, at least 40"),
-        ({"lead_s": 300}, "unknown key 'slurm.lead_s'"),
+        ({"pods": {"signal": "B:USR2@39"}}, "pods.signal: write at least 40 seconds"),
+        ({"pods": {"signal": "TERM@60"}}, "slurm.pods.signal 'TERM@60': write B:USR2@SECONDS"),
+        ({"pods": {"pools": [{"signal": "B:USR2@90"}]}}, "signal: all pools have that of slurm.pods"),
+        ({"lead_s": 300}, "unknown key 'slurm.lead_s'; .* and options of sbatch"),
         ({"srun": ["--network=job_vni"]}, "unknown key 'slurm.srun'"),
         ({"servers": {"cpus-per-gpu": 0}}, "expected a whole number above 0"),
-        ({"pods": {"cluster": "other"}}, r"pods.pools: \[\{clusters: NAME\}\]"),
+        ({"servers": {"cpus-per-gpu": True}}, "expected a whole number above 0"),
+        ({"pods": {"pools": [{"cluster": "other"}]}}, "did you mean 'clusters'"),
         ({"pods": {"pools": [{"nodes": 2}]}}, "nodes: all pools have that of slurm.pods"),
-        ({"t": "10"}, "slurm: t: write the option's long name"),
-        ({"pods": {"-G": 1}}, "slurm.pods: -G: write the option's long name"),
-        ({"gather": {"p": "cpu"}}, "slurm.gather: p: write the option's long name"),
+        ({"time": "soon"}, "slurm.time 'soon': 'soon' is not a time"),
+        ({"gather": {"partiton": "cpu"}}, "unknown key 'slurm.gather.partiton'; did you mean 'partition'"),
+        (
+            {"mail-type": ["END", "FAIL"]},
+            "slurm.mail-type: expected one value, .* such as END,FAIL",
+        ),
+        ({"pods": {"--partition": "cpu"}}, "slurm.pods.--partition 'cpu': write partition"),
+        ({"qos": "a", "--qos": "b"}, "slurm.--qos 'b': is there twice, in two spellings"),
     ):
         with pytest.raises(ConfigError, match=why):
             parsed(wrong)
+
+
+@pytest.mark.parametrize("section", ["slurm", "pods", "servers", "trainer", "gather"])
+def test_what_jobs_set_themselves_and_short_options_are_refused_all_at_once(section: str) -> None:
+    wrong = {name: 1 for name in OWN_OPTIONS if name not in SECTIONS[section].model_fields}
+    wrong |= {"t": 10, "M": "other", "-G": 1}
+    taken = {"pods": ("signal", "clusters"), "gather": ("signal",)}.get(section, ())
+    slurm = wrong if section == "slurm" else {section: wrong}
+    with pytest.raises(ConfigError) as error:
+        config.parse({"name": "x", "tasks": "t/*", "agent": "oracle", "slurm": slurm})
+    lines = str(error.value).splitlines()
+    for name in wrong.keys() - set(taken):
+        line = next(line for line in lines if f"{section}.{name} " in line)
+        assert "write the option's long name" in line if len(name.strip("-")) == 1 else "leave it out: " in line

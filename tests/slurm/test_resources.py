@@ -28,7 +28,7 @@ def test_amounts_are_read_as_sacctmgr_prints_them() -> None:
     ("options", "expected"),
     [
         ({}, {"node": 1, "cpu": 1}),
-        ({"nodes": "2-4", "ntasks_per_node": 3, "cpus-per-task": 4}, {"node": 2, "cpu": 24}),
+        ({"nodes": "2-4", "ntasks-per-node": 3, "cpus-per-task": 4}, {"node": 2, "cpu": 24}),
         ({"ntasks": 5, "mem-per-cpu": "2G"}, {"node": 1, "cpu": 5, "mem": 10240}),
         ({"nodes": 2, "mem": "4000M", "exclusive": True}, {"node": 2, "cpu": 2, "mem": 8000}),
         ({"gres": "gpu:a100:2,shard:1"}, {"node": 1, "cpu": 1, "gres/gpu": 2, "gres/gpu:a100": 2, "gres/shard": 1}),
@@ -91,7 +91,7 @@ def test_pods_are_throttled_to_what_resources_leave_beside_the_engines() -> None
     ("options", "expected"),
     [
         ({"gres": "gpu:4"}, {"gres": 4}),
-        ({"gres": "gpu:a100:2,gpu:h100:1,tmp:3", "gpus_per_node": "a100:3"}, {"gres": 3, "gpus-per-node": 3}),
+        ({"gres": "gpu:a100:2,gpu:h100:1,tmp:3", "gpus-per-node": "a100:3"}, {"gres": 3, "gpus-per-node": 3}),
         ({"gpus": 8, "nodes": 2, "gpus-per-task": 1, "ntasks-per-node": 4}, {"gpus": 4, "gpus-per-task": 4}),
         ({"gres": "tmp:3"}, {}),
     ],

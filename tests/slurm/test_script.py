@@ -168,7 +168,7 @@ def test_servers_have_cpus_and_memory() -> None:
 def test_clusters_among_the_options_are_refused(where: str) -> None:
     options = {"clusters": "other"}
     slurm = options if where == "slurm" else {where: options}
-    with pytest.raises(ConfigError, match=r"slurm.pods.pools: \[\{clusters: NAME\}\]"):
+    with pytest.raises(ConfigError, match=r"pools: \[\{clusters: NAME\}\]"):
         config.parse({**CAMPAIGN, "slurm": slurm})
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from megaflow_hpc.campaign.planning.draft import Draft, whole_groups
 from megaflow_hpc.campaign.planning.preflight import longest_s
 from megaflow_hpc.config.quotas import gateways
-from megaflow_hpc.config.slurm import CPUS_PER_RANK, option_name
+from megaflow_hpc.config.slurm import CPUS_PER_RANK
 from megaflow_hpc.environments.images.disk_quota import disk_quota
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.ledger.blocks import count_blocks
@@ -230,16 +230,15 @@ def _components(job: Job) -> list[JobEstimate]:
     """Returns the components of a job: the pod and the engines of a heterogeneous job, otherwise the job itself."""
     parts = []
     for role, options in [(str(job.role), job.options), *(("servers", {**job.options, **e}) for e in job.engines)]:
-        named_options = {option_name(name): value for name, value in options.items()}
-        asks = limits.asked(named_options) if job.cluster else fits.charged(named_options)
+        asks = limits.asked(options) if job.cluster else fits.charged(options)
         elements = job.elements or 1
         try:
-            walltime_s = fits.walltime_s(named_options) if not job.cluster else fits.seconds(named_options.get("time"))
+            walltime_s = fits.walltime_s(options) if not job.cluster else fits.seconds(options.get("time"))
         except SiteError:
             walltime_s = None
         walltime_s = None if walltime_s is None or math.isinf(walltime_s) else walltime_s
         at_once = min(elements, job.throttle or elements)
-        held = bool(named_options.get("hold"))
+        held = bool(options.get("hold"))
         gpus = asks.get("gres/gpu", 0)
         parts.append(JobEstimate(role, elements, at_once, asks["node"], asks["cpu"], gpus, walltime_s, held))
     return parts

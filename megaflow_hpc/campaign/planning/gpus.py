@@ -13,7 +13,6 @@ from typing import Any
 from megaflow_hpc.campaign.planning.model_paths import Where
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.config.sections import Method
-from megaflow_hpc.config.slurm import option_name
 from megaflow_hpc.config.training import PolicyTraining
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.training.layout import Layout
@@ -317,7 +316,7 @@ def check_gpu_types(config: CampaignConfig, where: Where) -> None:
             continue
         for section, options in (("slurm", slurm.extra), (f"slurm.{role}", extra)):
             for name, value in options.items():
-                if option_name(name) in GPU_OPTIONS:
+                if name in GPU_OPTIONS:
                     option = f"{section}.{name}"
                     conflicts.append(
                         f"{where(option)}: {option}: {value}: replaces {key}.gpu_type: {gpu_type}; write gpus and "
