@@ -430,10 +430,12 @@ class Jobs(LiveJobs):
                 if plan.due(self._lasting_count(live), open_blocks, time.time()):
                     self.arrays.adopt(self._config.name, self._clusters)
                     live = self.live_pods(0) or live
-                    count = plan.due(self._lasting_count(live), open_blocks, time.time())
+                    lasting = self._lasting_count(live)
+                    count = plan.due(lasting, open_blocks, time.time())
                     if count and self.servers() == {}:  # the gather job has ended the earlier servers
                         self.restart_servers()
-                    plan.added(self._add(count, plan.wanted) if count else [], time.time())
+                    added = self._add(count, plan.wanted) if count else []
+                    plan.added(added, time.time(), len(self._not_leaving(live)) - lasting)
                 self._refused = 0
             except SiteError as error:  # limits are reached, or Slurm does not respond or refuses
                 self._refused += 1

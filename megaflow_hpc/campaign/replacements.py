@@ -11,7 +11,8 @@ replacing is given up.
 Slurm does not requeue a pod with Requeue=0 (set by the user, the site's JobRequeue=0 or a submit plugin). Such a pod
 works until Slurm signals it, ``slurm.pods.signal`` or slightly more before the end of its walltime. :class:`Successors`
 finds such pods shortly before, so that their successors are queued when they end. Pod and successor overlap for at
-most half a minute.
+most half a minute. A successor that finds no free block ends in order, perhaps just before its predecessor releases its
+blocks. Its end therefore does not reduce the number of pods wanted: if blocks remain, another pod is added.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ class Replacements(msgspec.Struct):
     """Pods of the last round of replacements. Empty once any of them has stored a rollout."""
     barren: int = 0
     """Number of consecutive rounds of replacements that have ended without storing a rollout."""
+    successors: list[str] = []
+    """Pods that have not ended and were added while their predecessors were running."""
     again_at: float = 0.0
     """Earliest time of the next round, in Unix seconds."""
 
@@ -108,7 +111,9 @@ class Replacements(msgspec.Struct):
         """
         self.ended |= ends
         # scale has already subtracted leaving pods. A pod and its successor count once, whichever ends first.
-        fewer = sum(end in FINAL and end != "leaving" for end in ends.values())
+        in_order = {element for element in self.successors if ends.get(element) == "COMPLETED"}
+        fewer = sum(end in FINAL and end != "leaving" for element, end in ends.items() if element not in in_order)
+        self.successors = [element for element in self.successors if element not in ends]
         self.wanted = min(self.wanted, max(self.wanted - fewer, len(live)))
         self.vain = [*self.vain, *(element for element, end in ends.items() if end == "vain")][-20:]
         failed = [element for element, end in ends.items() if end not in FINAL]
@@ -142,9 +147,16 @@ class Replacements(msgspec.Struct):
         """True if :data:`BARREN_ROUNDS` consecutive rounds stored nothing. No more pods are added then."""
         return self.barren >= BARREN_ROUNDS
 
-    def added(self, elements: Collection[str], now: float) -> None:
-        """Records a round of replacements with the ids of the added pods."""
+    def added(self, elements: Sequence[str], now: float, successors: int = 0) -> None:
+        """Records a round of replacements.
+
+        Args:
+            elements: Ids of the added pods.
+            now: Unix seconds.
+            successors: Number of them whose predecessors are still running.
+        """
         self.last = list(elements)
+        self.successors += elements[:successors]
         self.again_at = now + PAUSE_S * 2**self.barren
 
     def forgive(self) -> None:

@@ -56,6 +56,22 @@ def test_a_pod_and_its_successor_count_once() -> None:
     assert plan.due(live=0, open_blocks=3, now=0.0) == 1
 
 
+def test_a_successor_that_ended_before_its_predecessor_released_its_blocks_is_replaced() -> None:
+    plan = Replacements(1)
+    plan.added(["7_1"], 0.0, successors=1)
+    taken(plan, {"7_0": "FAILED", "7_1": "COMPLETED"}, stored=("7_0", "7_1"))
+    assert plan.due(live=0, open_blocks=3, now=PAUSE_S) == 1
+    plan = Replacements(1)
+    plan.added(["7_1"], 0.0, successors=1)
+    taken(plan, {"7_0": "FAILED"}, stored=("7_0",), live=("7_1",))
+    taken(plan, {"7_1": "COMPLETED"}, stored=("7_1",))
+    assert plan.due(live=0, open_blocks=0, now=PAUSE_S) == 0
+    assert plan.due(live=0, open_blocks=3, now=PAUSE_S) == 1
+    plan.added(["7_2"], PAUSE_S)
+    taken(plan, {"7_2": "COMPLETED"}, stored=("7_2",))
+    assert (plan.wanted, plan.successors) == (0, []), "it had no predecessor, so it left blocks for another reason"
+
+
 def test_no_more_pods_than_blocks_are_left_are_started() -> None:
     plan = Replacements(1000)
     assert plan.due(live=0, open_blocks=3, now=0.0) == 3
