@@ -87,7 +87,7 @@ def write_campaign(
                 "mem_gb": 1,
                 "time": 20,
             },
-            "servers": {"partition": "gpu", "time": 20, "extra": {"mem": "500M"}},
+            "servers": {"partition": "gpu", "time": 20, "mem": "500M"},
         },
     }
     path = folder / "campaign.yaml"

@@ -407,16 +407,20 @@ def test_shares_side_by_side_of_which_one_is_killed_equal_one_call(run: RunDir) 
         of_first = {one for one in store.ids if zlib.crc32(one.encode()) % 2 == 0}
     assert 1 <= len(of_first) <= 3
     command = ["reverify", str(run), "--with", "scorers.py:slowly", "--name", "parts", "--jobs", "1", "--share"]
-    shares = [
-        subprocess.Popen([sys.executable, "-m", "megaflow_hpc", *command, f"{number}/2"], cwd=beside)
-        for number in (1, 2)
-    ]
+
+    def started(number: int) -> subprocess.Popen[str]:
+        words = [sys.executable, "-m", "megaflow_hpc", *command, f"{number}/2", "--json"]
+        return subprocess.Popen(words, cwd=beside, stdout=subprocess.PIPE, text=True)
+
+    shares = [started(1), started(2)]
     longer = 0 if len(of_first) > 1 else 1
     until(lambda: len(given_as(run, "parts")) >= 1, "a reward")
     shares[longer].send_signal(signal.SIGKILL)
-    assert [share.wait(120) for share in shares].count(0) >= 1
+    for share in shares:
+        share.communicate(timeout=120)
+    assert [share.returncode for share in shares].count(0) >= 1
     before = given_as(run, "parts")
-    again = [reverify(run, *command[2:], f"{number}/2") for number in (1, 2)]
+    again = [json.loads(started(number).communicate(timeout=120)[0]) for number in (1, 2)]
     assert [one["already"] + one["scored"] for one in again] == [len(of_first), 4 - len(of_first)]
     whole, parts = given_as(run, "whole"), given_as(run, "parts")
     assert {name: (one.reward, one.rewards, one.digest) for name, one in parts.items()} == {
