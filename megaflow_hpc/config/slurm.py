@@ -90,6 +90,7 @@ OWN_OPTIONS = {
     "array": "pods.count and model.servers set the number of jobs",
     "clusters": "only pods run at another cluster, as slurm.pods.pools: [{clusters: NAME}]",
     "comment": "the jobs of a run are found by it",
+    "cpus-per-gpu": "only servers and trainer take it",
     "dependency": "the jobs of a run wait for one another",
     "error": "logs are in RUN/logs",
     "job-name": "the campaign's name sets it",
@@ -101,6 +102,12 @@ OWN_OPTIONS = {
     "test-only": "run --dry-run shows what would be submitted",
 }
 """Options of sbatch that the jobs set themselves, each with the reason or the key to use."""
+
+
+def _without(*names: str) -> dict[str, str]:
+    """Returns :data:`OWN_OPTIONS` without the options that a section accepts."""
+    return {name: why for name, why in OWN_OPTIONS.items() if name not in names}
+
 
 EARLIER_KEYS = {"account": "account", "cpus_per_gpu": "cpus-per-gpu", "cluster": "clusters"}
 """Key of runs that an earlier version planned → option of sbatch."""
@@ -205,7 +212,7 @@ class PodsConfig(JobSection):
     300 s before the end of the walltime instead of 60, of which running rollouts get all but the last 35."""
 
     refused: ClassVar[Mapping[str, str]] = {
-        **{name: why for name, why in OWN_OPTIONS.items() if name not in ("clusters", "signal")},
+        **_without("clusters", "signal"),
         "cpus-per-task": "pods.cpus_per_rank sets it",
     }
 
@@ -279,6 +286,8 @@ class ServersConfig(JobSection):
     by their long names, such as ``constraint`` and ``cpus-per-gpu`` (default: the partition's CPUs divided by its GPUs,
     at most 8, unless the site sets ``DefCpuPerGPU``)."""
 
+    refused: ClassVar[Mapping[str, str]] = _without("cpus-per-gpu")
+
     partition: str | None = None
     """GPU partition. Default: the site's default partition."""
     mem_gb: float | None = Field(None, ge=LEAST_GB)
@@ -294,6 +303,8 @@ class ServersConfig(JobSection):
 class TrainerConfig(JobSection):
     """The trainer's job. Slurm requeues it, and it continues from its last commit. Other keys are options of sbatch, by
     their long names, such as ``constraint``."""
+
+    refused: ClassVar[Mapping[str, str]] = _without("cpus-per-gpu")
 
     partition: str | None = None
     """GPU partition. Default: ``servers.partition``."""
@@ -324,7 +335,7 @@ class TrainerConfig(JobSection):
 class GatherConfig(JobSection):
     """The job that writes trajectories.h5 after the pods have ended. All keys are options of sbatch."""
 
-    refused: ClassVar[Mapping[str, str]] = {name: why for name, why in OWN_OPTIONS.items() if name != "signal"}
+    refused: ClassVar[Mapping[str, str]] = _without("signal")
 
 
 class SlurmConfig(JobSection):
