@@ -91,7 +91,7 @@ OWN_OPTIONS = {
     "clusters": "only pods run at another cluster, as slurm.pods.pools: [{clusters: NAME}]",
     "comment": "the jobs of a run are found by it",
     "cpus-per-gpu": "only servers and trainer take it",
-    "dependency": "the jobs of a run wait for one another",
+    "dependency": "gather waits for the pods; write it in pods, servers or trainer",
     "error": "logs are in RUN/logs",
     "job-name": "the campaign's name sets it",
     "nodes": "pods.nodes, model.nodes and trainer.nodes set it",
@@ -212,7 +212,7 @@ class PodsConfig(JobSection):
     300 s before the end of the walltime instead of 60, of which running rollouts get all but the last 35."""
 
     refused: ClassVar[Mapping[str, str]] = {
-        **_without("clusters", "signal"),
+        **_without("clusters", "dependency", "signal"),
         "cpus-per-task": "pods.cpus_per_rank sets it",
     }
 
@@ -286,7 +286,7 @@ class ServersConfig(JobSection):
     by their long names, such as ``constraint`` and ``cpus-per-gpu`` (default: the partition's CPUs divided by its GPUs,
     at most 8, unless the site sets ``DefCpuPerGPU``)."""
 
-    refused: ClassVar[Mapping[str, str]] = _without("cpus-per-gpu")
+    refused: ClassVar[Mapping[str, str]] = _without("cpus-per-gpu", "dependency")
 
     partition: str | None = None
     """GPU partition. Default: the site's default partition."""
@@ -304,7 +304,7 @@ class TrainerConfig(JobSection):
     """The trainer's job. Slurm requeues it, and it continues from its last commit. Other keys are options of sbatch, by
     their long names, such as ``constraint``."""
 
-    refused: ClassVar[Mapping[str, str]] = _without("cpus-per-gpu")
+    refused: ClassVar[Mapping[str, str]] = _without("cpus-per-gpu", "dependency")
 
     partition: str | None = None
     """GPU partition. Default: ``servers.partition``."""

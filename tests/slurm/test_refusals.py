@@ -293,8 +293,9 @@ def test_the_lead_time_is_that_of_sbatchs_signal() -> None:
 def test_what_jobs_set_themselves_and_short_options_are_refused_all_at_once(section: str) -> None:
     wrong = {name: 1 for name in OWN_OPTIONS if name not in SECTIONS[section].model_fields}
     wrong |= {"t": 10, "M": "other", "-G": 1}
-    gpus = ("cpus-per-gpu",)
-    taken = {"pods": ("signal", "clusters"), "gather": ("signal",), "servers": gpus, "trainer": gpus}.get(section, ())
+    of_gpus = ("cpus-per-gpu", "dependency")
+    own = {"pods": ("signal", "clusters", "dependency"), "gather": ("signal",), "servers": of_gpus, "trainer": of_gpus}
+    taken = own.get(section, ())
     slurm = wrong if section == "slurm" else {section: wrong}
     with pytest.raises(ConfigError) as error:
         config.parse({"name": "x", "tasks": "t/*", "agent": "oracle", "slurm": slurm})
