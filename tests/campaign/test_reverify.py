@@ -402,25 +402,27 @@ def test_wrong_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_shares_side_by_side_of_which_one_is_killed_equal_one_call(run: RunDir) -> None:
     beside = Path(json.loads(run.run_json.read_text())["beside"])
-    assert reverify(run, "--with", "scorers.py:slowly", "--name", "whole", "--jobs", "4")["scored"] == 4
+
+    def started(*words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "megaflow_hpc", "reverify", str(run), "--with", "scorers.py:slowly", "--json"]
+        return subprocess.Popen([*command, *words], cwd=beside, stdout=subprocess.PIPE, text=True)
+
+    def share(number: int) -> subprocess.Popen[str]:
+        return started("--name", "parts", "--jobs", "1", "--share", f"{number}/2")
+
+    assert json.loads(started("--name", "whole", "--jobs", "4").communicate(timeout=120)[0])["scored"] == 4
     with open_trajectories(run.path) as store:
         of_first = {one for one in store.ids if zlib.crc32(one.encode()) % 2 == 0}
     assert 1 <= len(of_first) <= 3
-    command = ["reverify", str(run), "--with", "scorers.py:slowly", "--name", "parts", "--jobs", "1", "--share"]
-
-    def started(number: int) -> subprocess.Popen[str]:
-        words = [sys.executable, "-m", "megaflow_hpc", *command, f"{number}/2", "--json"]
-        return subprocess.Popen(words, cwd=beside, stdout=subprocess.PIPE, text=True)
-
-    shares = [started(1), started(2)]
+    shares = [share(1), share(2)]
     longer = 0 if len(of_first) > 1 else 1
     until(lambda: len(given_as(run, "parts")) >= 1, "a reward")
     shares[longer].send_signal(signal.SIGKILL)
-    for share in shares:
-        share.communicate(timeout=120)
-    assert [share.returncode for share in shares].count(0) >= 1
+    for each in shares:
+        each.communicate(timeout=120)
+    assert [each.returncode for each in shares].count(0) >= 1
     before = given_as(run, "parts")
-    again = [json.loads(started(number).communicate(timeout=120)[0]) for number in (1, 2)]
+    again = [json.loads(share(number).communicate(timeout=120)[0]) for number in (1, 2)]
     assert [one["already"] + one["scored"] for one in again] == [len(of_first), 4 - len(of_first)]
     whole, parts = given_as(run, "whole"), given_as(run, "parts")
     assert {name: (one.reward, one.rewards, one.digest) for name, one in parts.items()} == {

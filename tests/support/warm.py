@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 _LOOP = """
-import ctypes, json, os, signal, sys, types
+import ctypes, json, os, signal, sys, tempfile, types
 for name in sys.argv[1:]:
     __import__(name)
 for line in sys.stdin:
@@ -44,6 +44,7 @@ else:
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 os.environ.clear()
 os.environ.update(variables)
+tempfile.tempdir = None  # perhaps that of the test during which the modules were imported
 os.chdir(folder)
 for number, stream in enumerate(streams):
     opened = os.open(stream, os.O_RDWR)
