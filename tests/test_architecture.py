@@ -27,7 +27,7 @@ BUDGETS = {
     "thousand tokens of at the top": 9,  # with BrowserGym's actions, in screen.py
     "thousand tokens of campaign": 39,
     "thousand tokens of cli": 50,
-    "thousand tokens of config": 18,  # with the options of sbatch
+    "thousand tokens of config": 19,  # options of sbatch are checked like other keys
     "thousand tokens of environments": 98,
     "thousand tokens of host": 13,
     "thousand tokens of integrations": 5,
