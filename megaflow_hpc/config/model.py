@@ -77,6 +77,13 @@ ALSO = (
 """Keys that entries of ``also`` may set."""
 
 
+def _of_earlier_version(kind: dict[str, Any]) -> dict[str, Any]:
+    """Names the engine of a stored section whose version had the keys ``pool`` and ``api`` instead."""
+    if kind.get("pool"):
+        return {**kind, "engine": "pool", "path": kind["pool"]}
+    return {**kind, "engine": kind["api"]} if kind.get("api") else kind
+
+
 class ModelConfig(Section):
     """Model of one policy and the servers that run it."""
 
@@ -152,8 +159,7 @@ class ModelConfig(Section):
     def _earlier_keys(cls, value: Any, info: ValidationInfo) -> Any:
         if info.context != STORED:
             return value
-        value = [{**kind, "engine": kind["api"]} if kind.get("api") else kind for kind in value]
-        return [{key: kind[key] for key in ALSO if key in kind} for kind in value]
+        return [{key: kind[key] for key in ALSO if key in kind} for kind in map(_of_earlier_version, value)]
 
     @field_validator("weights", mode="before")
     @classmethod
@@ -181,11 +187,9 @@ class ModelConfig(Section):
         """Sets ``gpus`` to 0 for external endpoints. Defaults ``gpus`` to 0 for engines that run no model."""
         if not isinstance(value, dict):
             return value
-        if info.context == STORED and value.get("pool"):  # as an earlier version wrote it
-            value = {**value, "engine": "pool", "path": value["pool"]}
+        if info.context == STORED:
+            value = _of_earlier_version(value)
         engine = value.get("engine")
-        if info.context == STORED and value.get("api"):
-            value = {**value, "engine": value["api"]}
         if engine in ENDPOINTS:
             return {**value, "gpus": 0, "gpu_type": None}
         if engine in ("scripted", "replay") and "gpus" not in value:
