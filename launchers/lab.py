@@ -318,7 +318,7 @@ class Lab:
             plugins = f"PluginDir={theirs}\n"
         nodes = ""
         for node in NODES:
-            size = f"RealMemory=8000 Gres={self.gres(node)}" if node in GPU_NODES else "RealMemory=4000"
+            size = f"RealMemory=8192 Gres={self.gres(node)}" if node in GPU_NODES else "RealMemory=4096"
             host, address = self.place(node)
             nodes += f"NodeName={node} NodeHostname={host} NodeAddr={address} Port={ports[node]} CPUs=8 {size}\n"
         return f"""# Written by launchers/lab; a change here is lost when the lab starts from nothing.

@@ -104,8 +104,8 @@ SITES: dict[str, Site] = {
         "JobSubmitPlugins=lua\n",
         edit=_replaced(
             ("PartitionName=DEFAULT ", "PartitionName=DEFAULT Hidden=YES "),
-            ("CPUs=8 RealMemory=4000", "CPUs=8 Feature=cpu RealMemory=4000"),
-            ("CPUs=8 RealMemory=8000", "CPUs=8 Feature=gpu RealMemory=8000"),
+            ("CPUs=8 RealMemory=4096", "CPUs=8 Feature=cpu RealMemory=4096"),
+            ("CPUs=8 RealMemory=8192", "CPUs=8 Feature=gpu RealMemory=8192"),
         ),
         files={"job_submit.lua": ROUTES},
         plugin="job_submit_lua.so",

@@ -33,8 +33,8 @@ LARGER: Mapping[str, Any] = {
     "optimizer": {"lr": 2.0e-5, "warmup": 5},
     "dtype": "bfloat16",
     "microbatch": 2048,
-    "servers": {"mem_gb": 4},
-    "trainer": {"mem_gb": 6},
+    "servers": {"mem": "4G"},
+    "trainer": {"mem": "6G"},
 }
 """Settings of a model with 135 million parameters that differ from those of the tiny one."""
 SMALL = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

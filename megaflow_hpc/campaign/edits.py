@@ -34,7 +34,7 @@ BY_RESUME = {
     **{
         f"slurm.{jobs}.{key}": "resume --time, --mem or --partition"
         for jobs in ("pods", "servers", "trainer", "gather")
-        for key in ("time", "mem_gb", "partition")
+        for key in ("time", "mem", "partition")
     },
     **{f"limits.{name}": "resume --limit" for name in LIMITS},
     "slurm.pods.count": "scale --pods",

@@ -508,7 +508,7 @@ class Run:
             failed: Also repeat the failed rollouts.
             only: Also repeat these rollouts if they failed (ids or shell patterns).
             limits: New values of ``core_hours``, ``gpu_hours``, ``wall`` or ``usd``. ``None`` removes a limit.
-            requests: New ``time``, ``mem_gb`` or ``partition`` of ``pods``, ``servers``, ``trainer`` or ``gather``, for
+            requests: New ``time``, ``mem`` or ``partition`` of ``pods``, ``servers``, ``trainer`` or ``gather``, for
                 jobs submitted from now on.
             accept_changes: Accept tasks whose files were changed after planning, and record the new digests.
 

@@ -316,7 +316,7 @@ def _scratch() -> Iterator[Finding]:
         remedy = "remove old files (megaflow-hpc janitor, images prune), or set MEGAFLOW_SCRATCH to another directory"
         yield Finding("scratch", "FAIL", f"{message}; it is full, so no sandbox can start", remedy)
     elif kind == "memory":
-        remedy = "files of sandboxes count as the job's memory; request more (slurm.pods.mem_gb)"
+        remedy = "files of sandboxes count as the job's memory; request more (slurm.pods.mem)"
         yield Finding("scratch", "warn", f"{message}; it is memory", remedy)
     elif kind == "network":
         remedy = "set MEGAFLOW_SCRATCH to a node-local directory"

@@ -203,23 +203,23 @@ def limit(text: str) -> tuple[str, float | None]:
         raise argparse.ArgumentTypeError(message) from None
 
 
-def request(key: str) -> Callable[[str], tuple[str, str, str | float | None]]:
+def request(key: str) -> Callable[[str], tuple[str, str, str | None]]:
     """Returns the argument type of ``--time``, ``--mem`` and ``--partition``: ``8:00:00`` or ``servers=8:00:00``.
 
     The parsed value is ``(role, key, value)``. The default role is ``pods``.
 
     Args:
-        key: ``time``, ``mem_gb`` or ``partition``.
+        key: ``time``, ``mem`` or ``partition``.
     """
 
-    def read(text: str) -> tuple[str, str, str | float | None]:
+    def read(text: str) -> tuple[str, str, str | None]:
         role, separator, value = text.rpartition("=")
         role = role if separator else "pods"
         if role not in ROLES:
             raise argparse.ArgumentTypeError(f"{text}: expected a value, or {', '.join(f'{r}=…' for r in ROLES)}")
         if value == "none":
             return role, key, None
-        return role, key, above_zero(value.removesuffix("G").removesuffix("GB")) if key == "mem_gb" else value
+        return role, key, value
 
     return read
 

@@ -37,8 +37,10 @@ LIFTED = " (no error because of slurm.check: false)"
 """Suffix of a warning that was downgraded from an error by ``slurm.check: false``."""
 DEFAULT_RANKS = 2
 """Default of ``ranks_per_node``."""
-LEAST_GB = 0.001
-"""Minimum memory in GB. Slurm counts whole MB, and 0 requests all memory of a node."""
+MEMORY_OPTIONS = ("mem", "mem-per-cpu", "mem-per-gpu")
+"""Options of sbatch that request memory. Slurm accepts only one of them."""
+_MEMORY = re.compile(r"([\d.]+)([KMGT]?)B?")
+_MB = {"": 1, "K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 WALLTIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}\Z")
 _REMEDY = "write minutes (30), HH:MM:SS or D-HH:MM:SS"
 
@@ -62,6 +64,18 @@ def _walltime(value: Any) -> Any:
     if not text.strip("0:-"):  # Slurm treats 0 as no limit, and never starts such a job if the partition has a limit
         raise ValueError(f"{value!r} leaves no time to run; {_REMEDY}")
     return value
+
+
+def megabytes(text: str) -> int:
+    """Converts a size as Slurm writes it, ``16G`` or ``2000`` (MB), to MB.
+
+    Raises:
+        ValueError: The text has neither format.
+    """
+    match = _MEMORY.fullmatch(text.strip().upper())
+    if not match:
+        raise ValueError(f"{text!r}: expected a number of MB, or one with K, M, G or T")
+    return round(float(match[1]) * _MB[match[2]])
 
 
 GpuType = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.+-]+$"), BeforeValidator(_digits_as_text)]
@@ -140,20 +154,27 @@ class JobSection(Section):
     def _collect_options(cls, value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, dict):
             return value
+        earlier: dict[str, Any] = {}
+        if info.context == STORED and "mem_gb" in value:
+            value = dict(value)
+            if (gigabytes := value.pop("mem_gb")) is not None:
+                earlier["mem"] = f"{round(gigabytes * 1000)}M"
         if "extra" in value:
             if info.context != STORED:
                 raise ValueError("extra: write its options directly into the section, such as qos: long")
-            earlier = {option: value[key] for key, option in EARLIER_KEYS.items() if value.get(key)}
+            earlier |= {option: value[key] for key, option in EARLIER_KEYS.items() if value.get(key)}
             given = {**earlier, **value["extra"]}
         else:
-            given = {name: v for name, v in value.items() if name not in cls.model_fields and cls._is_option(name)}
+            given = earlier | {
+                name: v for name, v in value.items() if name not in cls.model_fields and cls._is_option(name)
+            }
         options: dict[str, Any] = {}
         mistakes = []
         for name, option in given.items():
             known = option_name(name)
             try:
                 if info.context != STORED:
-                    cls._check_option(known, option, known in options)
+                    cls.check_option(known, option, known in options)
             except ValueError as error:
                 kind = PydanticCustomError("option", "{message}", {"message": str(error)})
                 mistakes.append(InitErrorDetails(type=kind, loc=(name,), input=option))
@@ -167,13 +188,13 @@ class JobSection(Section):
         if not isinstance(name, str) or not name.strip("-"):
             return False
         option = option_name(name)
-        if option in SBATCH_OPTIONS or len(option) == 1 or name.startswith("--"):
+        if option in (*SBATCH_OPTIONS, "mem-gb") or len(option) == 1 or name.startswith("--"):
             return True
         known = [*(field.replace("_", "-") for field in cls.model_fields), *SBATCH_OPTIONS]
         return "-" in name and "_" not in name and not difflib.get_close_matches(option, known, 1, 0.75)
 
     @classmethod
-    def _check_option(cls, name: str, value: Any, given_twice: bool) -> None:
+    def check_option(cls, name: str, value: Any, given_twice: bool) -> None:
         """Checks one option of the campaign file.
 
         Raises:
@@ -182,6 +203,8 @@ class JobSection(Section):
         field = name.replace("-", "_")
         if len(name) == 1:  # sbatch would get --t=10
             raise ValueError("write the option's long name, such as time for t")
+        if name == "mem-gb":
+            raise ValueError("write mem with a unit, such as mem: 16G")
         if field in cls.model_fields:
             raise ValueError(f"write {field}")
         if given_twice:
@@ -196,6 +219,12 @@ class JobSection(Section):
             raise ValueError("expected the name of one cluster")
         if name == "cpus-per-gpu" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError("expected a whole number above 0")
+        if (
+            name in MEMORY_OPTIONS
+            and value not in (None, 0, "0")
+            and not re.fullmatch(r"[1-9]\d*[KMGTkmgt]", str(value))
+        ):
+            raise ValueError("write a number and its unit, such as 16G, or 0 for all memory of a node")
         if name == "time":
             _walltime(value)
 
@@ -208,8 +237,9 @@ class JobSection(Section):
 
 class PodsConfig(JobSection):
     """The pods, a job array on CPU nodes. Each array element is a pod, an MPI world whose ranks run sandboxes. Other
-    keys are options of sbatch, by their long names, such as ``constraint``. ``signal: B:USR2@300`` lets pods drain
-    300 s before the end of the walltime instead of 60, of which running rollouts get all but the last 35."""
+    keys are options of sbatch, by their long names, such as ``constraint`` and ``mem: 16G``, the memory of each node,
+    which its ranks share (default: the partition's). ``signal: B:USR2@300`` lets pods drain 300 s before the end of the
+    walltime instead of 60, of which running rollouts get all but the last 35."""
 
     refused: ClassVar[Mapping[str, str]] = {
         **_without("clusters", "dependency", "signal"),
@@ -230,8 +260,6 @@ class PodsConfig(JobSection):
     ``cpus_per_rank``."""
     cpus_per_rank: int | None = Field(None, ge=1)
     """Number of CPUs of each rank. Default: 2."""
-    mem_gb: float | None = Field(None, ge=LEAST_GB)
-    """Memory in GB (10^9 bytes) of each node, shared by its ranks. Default: the partition's."""
     time: Walltime = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Should be several times the duration of a rollout. Default: the
     partition's, or less if account or QOS allow less."""
@@ -283,15 +311,13 @@ class PodsConfig(JobSection):
 
 class ServersConfig(JobSection):
     """The engine servers, a job array on GPU nodes. Each array element is a server. Other keys are options of sbatch,
-    by their long names, such as ``constraint`` and ``cpus-per-gpu`` (default: the partition's CPUs divided by its GPUs,
+    by their long names, such as ``mem: 64G`` and ``cpus-per-gpu`` (default: the partition's CPUs divided by its GPUs,
     at most 8, unless the site sets ``DefCpuPerGPU``)."""
 
     refused: ClassVar[Mapping[str, str]] = _without("cpus-per-gpu", "dependency")
 
     partition: str | None = None
     """GPU partition. Default: the site's default partition."""
-    mem_gb: float | None = Field(None, ge=LEAST_GB)
-    """Memory in GB (10^9 bytes) of each server on each of its nodes. Default: the partition's."""
     time: Walltime = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Servers are requeued when it ends. Default: the partition's, or less
     if account or QOS allow less."""
@@ -302,7 +328,7 @@ class ServersConfig(JobSection):
 
 class TrainerConfig(JobSection):
     """The trainer's job. Slurm requeues it, and it continues from its last commit. Other keys are options of sbatch, by
-    their long names, such as ``constraint``."""
+    their long names, such as ``mem: 64G``."""
 
     refused: ClassVar[Mapping[str, str]] = _without("cpus-per-gpu", "dependency")
 
@@ -314,8 +340,6 @@ class TrainerConfig(JobSection):
     """Number of GPUs on each node. Each GPU gets a trainer process. 0: a single process on CPUs. Default: 1."""
     gpu_type: GpuType | None = None
     """Slurm's name for the type of these GPUs, such as ``a100``. Default: any type."""
-    mem_gb: float | None = Field(None, ge=LEAST_GB)
-    """Memory in GB (10^9 bytes) of each node. Default: the partition's."""
     time: Walltime = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's, or less if account or QOS allow less."""
     share: Literal["none", "sleep"] = "none"
@@ -384,6 +408,11 @@ class SlurmConfig(JobSection):
                 "servers.setup: with trainer.share: sleep, the engine is in the trainer's job; use trainer.setup"
             )
         return self
+
+    def memory_mb(self, section: JobSection) -> int | None:
+        """Returns the memory in MB on each node of a section's jobs, or ``None`` if ``mem`` is missing or 0."""
+        value = {**self.extra, **section.extra}.get("mem")
+        return (megabytes(str(value)) or None) if value is not None else None
 
     @property
     def lead_s(self) -> int:

@@ -14,19 +14,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megaflow_hpc.config import CampaignConfig, resolved
-from megaflow_hpc.config.slurm import SlurmConfig
+from megaflow_hpc.config.slurm import MEMORY_OPTIONS, SlurmConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.layout import RunDir, read_json
 
 ROLES = ("pods", "servers", "trainer", "gather")
-OPTIONS = {
-    "time": ("time",),
-    "mem_gb": ("mem", "mem-per-cpu", "mem-per-gpu"),
-    "partition": ("partition",),
-}
-"""Keys that may be overridden. Each maps to the equivalent sbatch options, which the section may contain instead."""
+OPTIONS = {"time": ("time",), "mem": MEMORY_OPTIONS, "partition": ("partition",)}
+"""Keys that may be overridden. Each maps to the options of sbatch that it replaces."""
 
 Changes = Mapping[str, Mapping[str, Any]]
 
@@ -69,6 +65,13 @@ def override(
     for role, values in changes.items():
         if role not in ROLES or not set(values) <= OPTIONS.keys():
             raise ConfigError(f"{role}: {', '.join(values)}: expected {', '.join(OPTIONS)} of {', '.join(ROLES)}")
+        section = type(getattr(config.slurm, role))
+        for key, value in values.items():
+            try:
+                if key not in section.model_fields and value is not None:
+                    section.check_option(key, value, False)
+            except ValueError as error:
+                raise ConfigError(f"slurm.{role}.{key} {value!r}: {error}") from None
         merged.setdefault(role, {}).update(values)
     changed = _with(config, merged)
     check(changed)
@@ -83,10 +86,7 @@ def _with(config: CampaignConfig, changes: Changes) -> CampaignConfig:
         for key, value in values.items():
             for name in section.keys() & set(OPTIONS[key]):
                 del section[name]
-            if role == "gather" and key == "mem_gb":
-                section["mem"] = None if value is None else f"{round(value * 1000)}M"
-            else:
-                section[key] = value
+            section[key] = value
             kept = OPTIONS[key] if value is None else OPTIONS[key][1:]  # Slurm refuses mem next to mem-per-cpu
             if shared := slurm.keys() & set(kept):
                 raise ConfigError(f"slurm.{min(shared)} is set for every job of this run; plan a new run without it")
@@ -95,8 +95,13 @@ def _with(config: CampaignConfig, changes: Changes) -> CampaignConfig:
 
 def _read(run: RunDir) -> dict[str, dict[str, Any]]:
     try:
-        return read_json(run.changed_requests, dict[str, dict[str, Any]])
+        stored = read_json(run.changed_requests, dict[str, dict[str, Any]])
     except FileNotFoundError:
         return {}
     except ValueError as error:
         raise ConfigError(f"{error}; remove the file and resume again") from None
+    for values in stored.values():
+        if "mem_gb" in values:  # of an earlier version
+            gigabytes = values.pop("mem_gb")
+            values["mem"] = None if gigabytes is None else f"{round(gigabytes * 1000)}M"
+    return stored

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megaflow_hpc.config.slurm import megabytes
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.slurm import site
 
@@ -30,7 +31,6 @@ Amounts = dict[str, int]
 PER_JOB = "MaxTRESPerJob"
 LIMITS = {"maxtres": PER_JOB, "maxtrespu": "MaxTRESPerUser", "maxtrespa": "MaxTRESPerAccount", "grptres": "GrpTRES"}
 """Maps the name of each limit in sacctmgr's ``format`` option to its name in Slurm's documentation."""
-_MB = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
 
 class Cap(NamedTuple):
@@ -55,18 +55,6 @@ def amounts(text: str) -> Amounts:
         with contextlib.suppress(ValueError):
             parsed[resource] = megabytes(value) if resource == "mem" else int(value)
     return parsed
-
-
-def megabytes(text: str) -> int:
-    """Converts ``100G`` or ``2000`` (MB) to MB.
-
-    Raises:
-        ValueError: The text has neither format.
-    """
-    match = re.fullmatch(r"([\d.]+)([KMGT]?)B?", text.strip().upper())
-    if not match:
-        raise ValueError(f"{text!r}: expected a number of MB, or one with K, M, G or T")
-    return round(float(match[1]) * _MB[match[2]])
 
 
 def caps(rows: Iterable[tuple[str, Mapping[str, str]]]) -> list[Cap]:

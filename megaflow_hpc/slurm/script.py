@@ -15,7 +15,15 @@ from importlib import resources
 from typing import Any, Literal
 
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.config.slurm import CPUS_PER_RANK, LEAD_S, PodsConfig, ServersConfig, TrainerConfig, option_name
+from megaflow_hpc.config.slurm import (
+    CPUS_PER_RANK,
+    LEAD_S,
+    MEMORY_OPTIONS,
+    PodsConfig,
+    ServersConfig,
+    TrainerConfig,
+    option_name,
+)
 from megaflow_hpc.rundir.layout import RunDir
 
 Role = Literal["pods", "servers", "trainer", "gather"]
@@ -144,10 +152,6 @@ def _walltime(value: str | int | None) -> str | None:
     return None if value is None else str(value)
 
 
-def _megabytes(gb: float | None) -> str | None:
-    return None if gb is None else f"{round(gb * 1000)}M"
-
-
 def _gpus(count: int, gpu_type: str | None) -> str | None:
     """Returns a request for GPUs per node in the format of ``--gres``."""
     if not count:
@@ -172,10 +176,9 @@ def _requests(
     config: CampaignConfig,
     section: PodsConfig | ServersConfig | TrainerConfig,
     partition: str | None,
-    mem_gb: float | None,
 ) -> dict[str, Any]:
     """Returns what a section requests. It takes precedence over the options of all jobs."""
-    own = {"partition": partition, "mem": _megabytes(mem_gb), "time": _walltime(section.time)}
+    own = {"partition": partition, "time": _walltime(section.time)}
     return {**own, **config.slurm.extra, **_given(own), **section.extra}
 
 
@@ -213,7 +216,7 @@ def pod_job(
         "signal": f"B:USR2@{config.slurm.lead_s}",
         "requeue": True,
         "dependency": dependency,
-        **_requests(config, pods, pods.partition, pods.mem_gb),
+        **_requests(config, pods, pods.partition),
         **own,
     }
     cluster = pool.cluster if pool else ""
@@ -258,7 +261,7 @@ def server_job(
         "signal": f"B:USR2@{WARN_S}",
         "requeue": True,
         "hold": held,
-        **_requests(config, servers, servers.partition, servers.mem_gb),
+        **_requests(config, servers, servers.partition),
     }
     options = _with_cpus(options, gpus, cpus_per_gpu)
     base = first if largest is not None and first + elements - 1 > largest else 0
@@ -280,7 +283,6 @@ def service_job(
         largest: As in :func:`server_job`.
     """
     pods = config.slurm.pods
-    mem_gb = None if memory_mb is None else (memory_mb + SERVICE_SERVER_MB) / 1000
     options = {
         **_common(config, run, "server"),
         "nodes": 1,
@@ -288,8 +290,10 @@ def service_job(
         "cpus-per-task": cpus,
         "signal": f"B:USR2@{WARN_S}",
         "requeue": True,
-        **_requests(config, pods, pods.partition, mem_gb),
+        **_requests(config, pods, pods.partition),
     }
+    options = {name: value for name, value in options.items() if name not in MEMORY_OPTIONS}  # those of a pod
+    options["mem"] = None if memory_mb is None else f"{memory_mb + SERVICE_SERVER_MB}M"
     base = index if largest is not None and index > largest else 0
     return Job("servers", options, 1, index - base, base, run=str(run), section="pods")
 
@@ -334,7 +338,7 @@ def trainer_job(config: CampaignConfig, run: RunDir, policy: str, cpus_per_gpu: 
         "gres": _gpus(trainer.gpus, trainer.gpu_type),
         "signal": f"B:USR2@{TRAINER_WARN_S}",
         "requeue": True,
-        **_requests(config, trainer, trainer.partition or servers.partition, trainer.mem_gb),
+        **_requests(config, trainer, trainer.partition or servers.partition),
     }
     options = _with_cpus(options, trainer.gpus, servers.extra.get("cpus-per-gpu", cpus_per_gpu))
     return Job("trainer", options, run=str(run), policy=policy)

@@ -123,7 +123,7 @@ KEYS = (
     ("partition|queue", "slurm.{role}.partition"),
     (r"constraint|\bfeature", "slurm.constraint"),
     (r"\bgpus?\b|gres", "the GPUs of the model or slurm.{role}.gres"),
-    ("memory|--mem", "slurm.{role}.mem_gb"),
+    ("memory|--mem", "slurm.{role}.mem"),
     ("licen[cs]e", "slurm.licenses"),
 )
 """Pairs of a pattern in an error message from Slurm or the site, and the campaign key that probably causes the

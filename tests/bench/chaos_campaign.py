@@ -84,7 +84,7 @@ def write_campaign(
                 "ranks_per_node": ranks,
                 "slots_per_rank": max(1, SLOTS // (ranks - 1)),
                 "cpus_per_rank": 1,
-                "mem_gb": 1,
+                "mem": "1G",
                 "time": 20,
             },
             "servers": {"partition": "gpu", "time": 20, "mem": "500M"},

@@ -133,9 +133,9 @@ def fields(task: str, model: Path, steps: int, seed: int, shuffle: bool) -> dict
             **({"data": ["megaflow_hpc.training.recipes:shuffled"]} if shuffle else {}),
         },
         "slurm": {
-            "pods": {"count": 1, "ranks_per_node": 2, "slots_per_rank": 80, "mem_gb": 3, "time": 60},
+            "pods": {"count": 1, "ranks_per_node": 2, "slots_per_rank": 80, "mem": "3G", "time": 60},
             "servers": {"time": 60},
-            "trainer": {"gpus": 0, "mem_gb": 3, "time": 60, "cpus-per-task": 2},
+            "trainer": {"gpus": 0, "mem": "3G", "time": 60, "cpus-per-task": 2},
         },
     }
 

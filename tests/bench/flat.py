@@ -64,7 +64,7 @@ def _run(folder: Path, image: Path, tasks: int) -> list[Span]:
         "tasks": "tasks/*",
         "agent": "oracle",
         "environment": {"network": "none", "images": {"base": str(image)}},
-        "slurm": {"pods": {"partition": "cpu", "ranks_per_node": 2, "slots_per_rank": SLOTS, "mem_gb": 4, "time": 60}},
+        "slurm": {"pods": {"partition": "cpu", "ranks_per_node": 2, "slots_per_rank": SLOTS, "mem": "4G", "time": 60}},
     }
     path = folder / "campaign.yaml"
     path.write_text(yaml.safe_dump(campaign))

@@ -48,7 +48,7 @@ FINE_TUNING = ("--lr", "5e-5", "--epochs", "3", "--batch", "16", "--microbatch",
 
 def fields(content: dict[str, Any], model: Path, asked: argparse.Namespace) -> dict[str, Any]:
     """Returns a recipe's campaign with a small model, few samples and the local launcher."""
-    content["slurm"] = {"pods": {"count": 1, "ranks_per_node": 1, "slots_per_rank": 16, "mem_gb": 4}}
+    content["slurm"] = {"pods": {"count": 1, "ranks_per_node": 1, "slots_per_rank": 16, "mem": "4G"}}
     for policy in content.get("models", {"": content.get("model")}).values():
         kept = {k: v for k, v in policy.get("args", {}).items() if "tool" in k}
         policy.clear()
@@ -76,7 +76,7 @@ def training(content: dict[str, Any], asked: argparse.Namespace) -> None:
     content["training"].pop("evaluate", None)
     for policy in content["training"]["policies"].values():
         policy |= {"dtype": "float32", "recompute": False, "microbatch": 2048}
-    content["slurm"]["trainer"] = {"gpus": 0, "mem_gb": 8}
+    content["slurm"]["trainer"] = {"gpus": 0, "mem": "8G"}
 
 
 def measure(name: str, folder: Path, model: Path, asked: argparse.Namespace, file: str = "campaign.yaml") -> Path:

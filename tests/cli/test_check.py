@@ -138,7 +138,7 @@ def test_what_no_partition_can_run_is_refused_with_key_and_limit_and_nothing_is_
 ) -> None:
     right = campaign.read_text()
     campaign.write_text(
-        f"{right}slurm:\n  pods:\n    partition: cpu\n    time: 2-0\n    mem_gb: 400\n    nodes: 9\n"
+        f"{right}slurm:\n  pods:\n    partition: cpu\n    time: 2-0\n    mem: 400G\n    nodes: 9\n"
         "    ranks_per_node: 40\n"
         "  gather:\n    partition: gpu\n    time: 180\n"
     )
@@ -149,7 +149,7 @@ def test_what_no_partition_can_run_is_refused_with_key_and_limit_and_nothing_is_
         assert done.returncode == (3 if words == ["check"] else 2)
         for line in (
             "8: slurm.pods.time: 2-0 is longer than partition cpu allows (1-00:00:00); ask for less",
-            "9: slurm.pods.mem_gb: 400 GB on each node, and a node of partition cpu has 257; ask for less",
+            "9: slurm.pods.mem: 400G on each node, and a node of partition cpu has 251G; ask for less",
             "10: slurm.pods.nodes: 9 nodes, and partition cpu has 4; ask for fewer",
             "11: slurm.pods.ranks_per_node and cpus_per_rank: 80 CPUs on each node, and one of partition cpu has 64; "
             "ask for fewer",
@@ -185,13 +185,13 @@ def test_without_a_named_partition_the_default_one_refuses_nothing(
     """A site may choose partitions by QOS, constraint or a submit plugin."""
     write_program(slurm / "sacctmgr", "exit 1")
     right = campaign.read_text()
-    pods = "time: 2-0, mem_gb: 400, nodes: 9"
+    pods = "time: 2-0, mem: 400G, nodes: 9"
     campaign.write_text(f"{right}slurm: {{constraint: cpu, pods: {{{pods}}}}}\n")
     done = megaflow("check", campaign)
     assert (done.returncode, done.stdout) == (0, f"{campaign}: ok: 2 tasks, 4 rollouts\n"), done.stderr
     for line in (
         "5: slurm.pods.time: 2-0 is longer than partition cpu allows (1-00:00:00); ask for less",
-        "5: slurm.pods.mem_gb: 400 GB on each node, and a node of partition cpu has 257; ask for less",
+        "5: slurm.pods.mem: 400G on each node, and a node of partition cpu has 251G; ask for less",
         "5: slurm.pods.nodes: 9 nodes, and partition cpu has 4; ask for fewer",
     ):
         unnamed = "no partition is named, and the site may choose one other than its default"
@@ -572,7 +572,7 @@ def test_a_dry_run_says_what_a_campaign_would_take_and_touches_nothing(
     right = campaign.read_text().replace("[oracle, nop]", "oracle")
     campaign.write_text(
         f"{right}samples: 20\nslurm:\n  account: ml\n"
-        "  pods: {count: 5, time: 60, ranks_per_node: 3, cpus_per_rank: 2, mem_gb: 2}\n"
+        "  pods: {count: 5, time: 60, ranks_per_node: 3, cpus_per_rank: 2, mem: 2G}\n"
         "limits: {core_hours: 2}\n"
     )
     before = files(campaign)

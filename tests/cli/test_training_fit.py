@@ -91,8 +91,8 @@ def test_check_refuses_what_cannot_fit(training: Callable[..., Path], megaflow: 
     mistakes, (warning,) = said("parallel: {context: 4}", "gpus: 8")  # unknown memory is no error
     assert mistakes == []
     assert "which has unknown memory; megaflow-hpc training fit shows" in warning
-    _, (memory,) = said("parallel: {context: 4}, optimizer: {offload: true}", "gpus: 8, gpu_type: h100, mem_gb: 500")
-    assert "slurm.trainer.mem_gb: 500: policy 'default' needs about" in memory
+    _, (memory,) = said("parallel: {context: 4}, optimizer: {offload: true}", "gpus: 8, gpu_type: h100, mem: 500G")
+    assert "slurm.trainer.mem: 500G: policy 'default' needs about" in memory
 
 
 @pytest.mark.parametrize(

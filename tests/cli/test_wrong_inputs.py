@@ -193,7 +193,7 @@ VALUES = {
     "pool: {a: heavy}": "pool.a 'heavy': expected a number above 0",
     "limits: 3": "limits 3: expected keys such as core_hours: and gpu_hours:",
     "limits: {core_hours: -1}": "limits.core_hours -1: expected a number above 0",
-    "slurm: {pods: {mem_gb: 4G}}": "mem_gb '4G': expected a number of at least 0.001; write the number of GB alone",
+    "slurm: {pods: {mem: 4 GB}}": "mem '4 GB': write a number and its unit, such as 16G, or 0 for all memory of a node",
     "slurm: {setup: 3}": "slurm.setup 3: expected a list",
 }
 """Line of a campaign file → message about its value."""

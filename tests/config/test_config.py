@@ -47,7 +47,7 @@ slurm:
   account: null
   setup: []
   pods: {partition: null, count: 1, nodes: 1, ranks_per_node: null, slots_per_rank: null, cpus_per_rank: null,
-         mem_gb: null, time: null}
+         mem: null, time: null}
   servers: {partition: null, time: null}
 limits: {core_hours: null, gpu_hours: null, wall: null}
 """
@@ -179,8 +179,12 @@ def test_a_time_is_text_and_not_a_number_to_base_60(tmp_path: Path) -> None:
         (MINIMAL + "name: y\n", "campaign.yaml:4: not valid YAML: key 'name' is given twice"),
         (MINIMAL + "model: {engine: vllm}\n", "campaign.yaml:4: model: engine vllm needs 'path'"),
         (
-            MINIMAL + "slurm: {pods: {mem_gb: 0}}\n",
-            "campaign.yaml:4: slurm.pods.mem_gb 0: expected a number of at least 0.001",
+            MINIMAL + "slurm: {pods: {mem: 0G}}\n",
+            "campaign.yaml:4: slurm.pods.mem '0G': write a number and its unit, such as 16G, or 0 for all memory",
+        ),
+        (
+            MINIMAL + "slurm: {pods: {mem_gb: 4}}\n",
+            "campaign.yaml:4: slurm.pods.mem_gb 4: write mem with a unit, such as mem: 16G",
         ),
         (
             MINIMAL + "slurm: {gather: {extra: {mem: 8G}}}\n",
@@ -207,11 +211,8 @@ def test_a_time_is_text_and_not_a_number_to_base_60(tmp_path: Path) -> None:
             "campaign.yaml:4: slurm.gather.time 'soon': 'soon' is not",
         ),
         (MINIMAL + "slurm: {pods: {time: soon}}\n", "campaign.yaml:4: slurm.pods.time 'soon': 'soon' is not a time"),
-        (MINIMAL + "slurm: {pods: {mem_gb: .inf}}\n", "campaign.yaml:4: slurm.pods.mem_gb inf: expected a number"),
-        (
-            MINIMAL + "slurm: {servers: {mem_gb: 0.0001}}\n",
-            "campaign.yaml:4: slurm.servers.mem_gb 0.0001: expected a number of at least 0.001",
-        ),
+        (MINIMAL + "slurm: {mem-per-cpu: .inf}\n", "campaign.yaml:4: slurm.mem-per-cpu inf: write a number and its"),
+        (MINIMAL + "slurm: {servers: {mem: 64}}\n", "campaign.yaml:4: slurm.servers.mem 64: write a number and its"),
         (MINIMAL + "limits: {wall: .inf}\n", "campaign.yaml:4: limits.wall inf: expected a number above 0"),
         (
             MINIMAL + "pool:\n  a: 0\n",

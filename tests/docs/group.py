@@ -23,7 +23,7 @@ samples: 4
 model: {engine: scripted, script: answers.yaml}
 environment: {network: gateway, images: {base: images/base.sif}}
 slurm:
-  pods: {partition: cpu, count: 1, mem_gb: 3, time: 30}
+  pods: {partition: cpu, count: 1, mem: 3G, time: 30}
   servers: {partition: gpu, time: 30}
 """
 

@@ -43,7 +43,7 @@ def campaign(place: Path, ranks: int) -> Path:
         "ranks_per_node": ranks,
         "cpus_per_rank": 1,
         "slots_per_rank": 2,
-        "mem_gb": 3,
+        "mem": "3G",
         "time": 10,
     }
     images = {"base": required("MEGAFLOW_TEST_BASE_SIF")}

@@ -33,7 +33,7 @@ def test_pods_of_two_clusters_carry_out_one_campaign_and_each_is_asked_for_its_o
     other: str, make_campaign: Make
 ) -> None:
     pools = (
-        f"slurm:\n  pods: {{slots_per_rank: 2, mem_gb: 1, time: 10, pools: [{{clusters: {other}, partition: cpu}}]}}\n"
+        f"slurm:\n  pods: {{slots_per_rank: 2, mem: 1G, time: 10, pools: [{{clusters: {other}, partition: cpu}}]}}\n"
     )
     path = make_campaign(8, pools, agent="oracle", solution="sleep 4; echo 42 > answer")
     run = Campaign.from_yaml(path).submit()

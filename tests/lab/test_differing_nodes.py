@@ -39,14 +39,14 @@ def python(folder: Path, role: str) -> Path:
 def test_ranks_fill_the_nodes_of_a_partition_that_allocates_whole_ones(
     lab: Lab, make_campaign: Make, tmp_path: Path
 ) -> None:
-    pods = "slurm:\n  pods: {partition: whole, count: 2, RANKS mem_gb: 2, time: 40}\n  gather: {partition: cpu}\n"
+    pods = "slurm:\n  pods: {partition: whole, count: 2, RANKS mem: 2G, time: 40}\n  gather: {partition: cpu}\n"
     path = make_campaign(1, pods.replace("RANKS", ""))
     done = cli("check", path)
     assert done.returncode == 0, done.stderr
     assert "a pod uses 4 of the 8 CPUs charged for it, because whole allocates whole nodes" in done.stderr
     _, estimate = Campaign.from_yaml(path).estimate(rollout_seconds=60)
     assert [job.cores for job in estimate.jobs if job.role == "pods"] == [8]
-    path.write_text(path.read_text().replace("mem_gb", "ranks_per_node: fill, mem_gb"))
+    path.write_text(path.read_text().replace("mem:", "ranks_per_node: fill, mem:"))
     said = json.loads(cli("check", path, "--json").stdout)
     assert (said["ok"], said["mistakes"], said["site"], said["warnings"]) == (True, [], [], [])
     done = cli("run", path, "--run-dir", tmp_path / "run")
@@ -75,7 +75,7 @@ def test_each_role_runs_by_its_own_interpreter(lab: Lab, make_campaign: Make, tm
         "setup": setup["all"],
         "pods": {
             "partition": "cpu",
-            "mem_gb": 2,
+            "mem": "2G",
             "time": 20,
             "setup": [
                 setup["pods"],

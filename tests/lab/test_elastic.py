@@ -23,7 +23,7 @@ agent: {name: mini-swe-agent, max_turns: 3}
 samples: 2
 model: {engine: scripted, script: answers.yaml, servers: [0, 2], gpus: 1}
 slurm:
-  pods: {partition: cpu, count: 1, ranks_per_node: 2, slots_per_rank: 2, mem_gb: 2, time: 15}
+  pods: {partition: cpu, count: 1, ranks_per_node: 2, slots_per_rank: 2, mem: 2G, time: 15}
   servers: {partition: gpu, time: 15}
 """
 

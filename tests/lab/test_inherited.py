@@ -15,7 +15,7 @@ from tests.support.places import ROOT
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.usefixtures("slurm")]
 
-PODS = "slurm:\n  requeues: 0\n  pods: {partition: cpu, count: 1, ranks_per_node: 2, mem_gb: 1, time: 10}\n"
+PODS = "slurm:\n  requeues: 0\n  pods: {partition: cpu, count: 1, ranks_per_node: 2, mem: 1G, time: 10}\n"
 
 
 @pytest.mark.parametrize("way", ["cli", "submitit"])

@@ -43,7 +43,7 @@ models:
     args: {max-model-len: 16384, dtype: float32, distributed-executor-backend: uni}
   scripted: {engine: scripted, script: answers.yaml, samples: 1, gpus: 1}
 slurm:
-  pods: {partition: cpu, count: 1, ranks_per_node: 2, slots_per_rank: 3, mem_gb: 2, time: 15}
+  pods: {partition: cpu, count: 1, ranks_per_node: 2, slots_per_rank: 3, mem: 2G, time: 15}
   servers: {partition: gpu, time: 15}
 """
 ONE_PROCESS = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

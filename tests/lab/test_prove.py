@@ -34,13 +34,13 @@ Proved = tuple[int, dict[str, dict[str, str]], Path]
 def write(folder: Path, image: Path, *setup: str, **slurm: Any) -> Path:
     """Writes a campaign file."""
     path = folder / "campaign.yaml"
-    pods = {"partition": "cpu", "mem_gb": 1}
+    pods = {"partition": "cpu", "mem": "1G"}
     content = {
         "name": "mine",
         "tasks": ["tasks/*"],
         "agent": "nop",
         "environment": {"images": {"base": str(image)}},
-        "slurm": {"setup": list(setup), "pods": pods, "servers": {"partition": "gpu", "mem_gb": 1}, **slurm},
+        "slurm": {"setup": list(setup), "pods": pods, "servers": {"partition": "gpu", "mem": "1G"}, **slurm},
     }
     path.write_text(json.dumps(content))  # JSON is YAML
     return path
@@ -74,7 +74,7 @@ def proved(slurm: Any, base_sif: Path, tmp_path_factory: pytest.TempPathFactory)
     """The proofs that wait for the end of a walltime. They run beside the tests of this module."""
 
     def start(name: str, *options: str, **slurm: Any) -> Future[Proved]:
-        pods = {"partition": "cpu", "mem_gb": 1, "signal": f"B:USR2@{LEAD_S}"}
+        pods = {"partition": "cpu", "mem": "1G", "signal": f"B:USR2@{LEAD_S}"}
         path = write(tmp_path_factory.mktemp(name), base_sif, pods=pods, **slurm)
         return threads.submit(prove, path, *options)
 
@@ -166,7 +166,7 @@ def test_a_site_that_does_not_requeue_is_named(proved: dict[str, Future[Proved]]
 def test_a_pod_that_is_preempted_comes_back(proved: dict[str, Future[Proved]], campaign: Any) -> None:
     for other in proved.values():  # whose jobs the preempting job would wait for, because it needs a whole node
         other.result()
-    path = campaign(pods={"partition": "preempt", "mem_gb": 1})
+    path = campaign(pods={"partition": "preempt", "mem": "1G"})
     status, findings, _ = prove(path, *PREEMPT, "--preempt=--partition=cpu")
     assert status == 0, findings
     assert {check: finding["level"] for check, finding in findings.items()} == {"preemption": "ok", "clean": "ok"}

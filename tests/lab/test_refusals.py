@@ -39,7 +39,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 
 def section(partition: str = "cpu", ranks: int = 2, slots: int = 1, more: str = "") -> str:
-    pods = f"partition: {partition}, count: 1, ranks_per_node: {ranks}, slots_per_rank: {slots}, mem_gb: 1, time: 20"
+    pods = f"partition: {partition}, count: 1, ranks_per_node: {ranks}, slots_per_rank: {slots}, mem: 1G, time: 20"
     return f"slurm:\n  pods: {{{pods}}}\n{more}"
 
 

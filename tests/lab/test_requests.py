@@ -96,7 +96,7 @@ def test_a_campaign_that_is_followed_watched_and_looked_at_asks_within_its_budge
 def test_a_pod_that_slurm_ended_is_replaced_and_one_that_was_cancelled_is_not(lab: Lab, make_campaign: Make) -> None:
     extra = (
         "slurm: {requeue: false, no-requeue: true, pods: {count: 3, ranks_per_node: 1, cpus_per_rank: 1, "
-        "slots_per_rank: 1, mem_gb: 3, time: 10}}\n"
+        "slots_per_rank: 1, mem: 3G, time: 10}}\n"
     )
     run = Campaign.from_yaml(make_campaign(24, extra, agent="oracle", solution="sleep 3; echo 42 > answer")).submit()
     (array,) = run.job_ids("pods")

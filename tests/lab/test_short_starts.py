@@ -65,7 +65,7 @@ def campaign(folder: Path, image: Path, agent: str, **sections: Any) -> Path:
     """Writes a campaign for the nodes that other tests of this module leave alone."""
     content = {"name": "small", "tasks": "tasks/*", "agent": agent}
     content |= {"environment": {"network": "none", "images": {"base": str(image)}}, **sections}
-    content["slurm"]["pods"] |= {"partition": "gpu", "count": 1, "mem_gb": 1}
+    content["slurm"]["pods"] |= {"partition": "gpu", "count": 1, "mem": "1G"}
     (folder / "campaign.yaml").write_text(yaml.safe_dump(content))
     return folder / "campaign.yaml"
 
@@ -187,7 +187,7 @@ def test_a_start_that_the_walltime_ends_is_not_counted_as_a_crash(make_campaign:
 
 SLURM = """\
 slurm:
-  pods: {partition: preempt, count: 1, ranks_per_node: 2, slots_per_rank: 2, mem_gb: 1, time: 10}
+  pods: {partition: preempt, count: 1, ranks_per_node: 2, slots_per_rank: 2, mem: 1G, time: 10}
   servers: {partition: gpu, time: 10}
 """
 LATE_S = 35.0

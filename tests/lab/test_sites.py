@@ -47,7 +47,7 @@ VARIANTS = {
         "scontrol show partition gpu",
         "Hidden=YES",
         pods(count=1).replace("partition: cpu, ", "")
-        + "  check: false\n  servers: {constraint: gpu, time: 10, mem_gb: 1}\n",
+        + "  check: false\n  servers: {constraint: gpu, time: 10, mem: 1G}\n",
         SERVERS.format(1),
         {"pods": "partition=cpu", "servers": "partition=gpu", "gather": "partition=cpu"},
     ),
@@ -60,7 +60,7 @@ VARIANTS = {
     "gputypes": Variant(
         "scontrol show node gpu2",
         "Gres=gpu:a100:4",
-        pods(count=1) + "  servers: {partition: gpu, time: 10, mem_gb: 1}\n",
+        pods(count=1) + "  servers: {partition: gpu, time: 10, mem: 1G}\n",
         SERVERS.format("1, gpu_type: a100"),
         {"servers": "nodelist=gpu2"},
     ),

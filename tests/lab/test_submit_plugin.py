@@ -57,6 +57,6 @@ def test_the_words_of_a_submit_plugin_are_in_the_error(strict: Lab, make_campaig
     done = cli("run", campaign)
     assert done.returncode == 3
     assert "SITE: every job must state a walltime" in done.stderr.splitlines()[-1]
-    campaign.write_text(campaign.read_text().replace("mem_gb: 1", "mem_gb: 1, time: 10"))
+    campaign.write_text(campaign.read_text().replace("mem: 1G", "mem: 1G, time: 10"))
     with pytest.raises(SiteError, match=r"SITE: every job must state an account.*; see slurm.account"):
         Campaign.from_yaml(campaign).submit()

@@ -33,7 +33,7 @@ class Waits:
 SECTION = """\
 slurm:
   no-requeue: true
-  pods: {partition: cpu, count: 1, ranks_per_node: 2, slots_per_rank: 2, mem_gb: 1, time: 2}
+  pods: {partition: cpu, count: 1, ranks_per_node: 2, slots_per_rank: 2, mem: 1G, time: 2}
 """
 
 

@@ -32,9 +32,9 @@ samples: 2
 model: {engine: scripted, script: answers.yaml, gpus: 0}
 training: {policies: {default: {}}, batch: 2, staleness: 0, steps: 3}
 slurm:
-  pods: {partition: cpu, count: 1, ranks_per_node: 2, slots_per_rank: 2, mem_gb: 1, time: 20}
+  pods: {partition: cpu, count: 1, ranks_per_node: 2, slots_per_rank: 2, mem: 1G, time: 20}
   servers: {partition: gpu, time: 20}
-  trainer: {partition: gpu, time: 20, mem_gb: 1}
+  trainer: {partition: gpu, time: 20, mem: 1G}
 """
 
 
@@ -74,7 +74,7 @@ def test_a_killed_trainer_is_requeued_and_its_campaign_ends_with_the_training(ca
 
 def test_a_trainer_that_slurm_does_not_requeue_is_replaced_while_its_campaign_is_followed(campaign: Path) -> None:
     text = campaign.read_text()
-    campaign.write_text(text.replace("time: 20, mem_gb: 1}", "time: 20, mem_gb: 1, no-requeue: true}"))
+    campaign.write_text(text.replace("time: 20, mem: 1G}", "time: 20, mem: 1G, no-requeue: true}"))
     run = Campaign.from_yaml(campaign).submit()
     assert run.wait(timeout_s=900)["state"] == "finished"
     assert [line[:2] for line in trained(run.dir)] == [["1", "1"], ["1", "2"], ["2", "2"], ["2", "3"]]

@@ -37,7 +37,7 @@ from tests.support.waiting import eventually
 
 ALICE, BOB, STRANGER = "mfa", "mfb", "mfc"
 PODS = {
-    "partition": "cpu", "nodes": 2, "ranks_per_node": 2, "cpus_per_rank": 1, "slots_per_rank": 2, "mem_gb": 1,
+    "partition": "cpu", "nodes": 2, "ranks_per_node": 2, "cpus_per_rank": 1, "slots_per_rank": 2, "mem": "1G",
     "time": 10, "nodelist": "cpu[1-2]",
 }  # fmt: skip
 

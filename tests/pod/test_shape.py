@@ -21,8 +21,8 @@ def planned(**pods: Any) -> RunRecord:
 
 @pytest.mark.parametrize("said", [{}, {"ranks_per_node": None}, {"ranks_per_node": 2}])
 def test_the_ranks_of_a_node_share_its_memory_also_where_their_number_is_the_default(said: dict[str, Any]) -> None:
-    config = planned(mem_gb=8, **said).config
+    config = planned(mem="8G", **said).config
     ranks = int(pod_job(config, RunDir("/r")).options["ntasks-per-node"])
-    _, memory_mb = room_per_rank(config.slurm.pods)
+    _, memory_mb = room_per_rank(config.slurm)
     assert memory_mb is not None
-    assert memory_mb * ranks == 8000
+    assert memory_mb * ranks == 8192

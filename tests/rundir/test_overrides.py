@@ -27,11 +27,11 @@ def asked(run: RunDir) -> dict[str, object]:
 def test_what_new_jobs_ask_for_is_changed_and_kept(run: RunDir) -> None:
     before = asked(run)
     assert overridden(run, PLANNED) is PLANNED
-    override(run, PLANNED, {"pods": {"time": "8:00:00", "mem_gb": 64.0}})
+    override(run, PLANNED, {"pods": {"time": "8:00:00", "mem": "64G"}})
     override(run, PLANNED, {"pods": {"partition": "long"}, "servers": {"time": "1-00:00:00"}})
     now = asked(run)
     assert now == {**{k: v for k, v in before.items() if k != "mem-per-cpu"}, **now}
-    assert (now["time"], now["mem"], now["partition"], now["nice"]) == ("8:00:00", "64000M", "long", 5)
+    assert (now["time"], now["mem"], now["partition"], now["nice"]) == ("8:00:00", "64G", "long", 5)
     assert "mem-per-cpu" not in now, "it would be asked for beside --mem, which Slurm refuses"
     assert overridden(run, PLANNED).slurm.servers.time == "1-00:00:00"
     override(run, PLANNED, {"pods": {"time": None}})
@@ -42,14 +42,23 @@ def test_what_new_jobs_ask_for_is_changed_and_kept(run: RunDir) -> None:
     ("changes", "said"),
     [
         ({"pods": {"time": "soon"}}, "'soon' is not a time"),
-        ({"pods": {"count": 3}}, "expected time, mem_gb, partition of pods, servers, trainer, gather"),
+        ({"pods": {"count": 3}}, "expected time, mem, partition of pods, servers, trainer, gather"),
         ({"everything": {"time": "1:00"}}, "everything: time"),
+        ({"pods": {"mem": "64"}}, r"slurm\.pods\.mem '64': write a number and its unit, such as 16G"),
+        ({"gather": {"time": "soon"}}, r"slurm\.gather\.time 'soon': 'soon' is not a time"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused_and_changes_nothing(run: RunDir, changes: dict, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         override(run, PLANNED, changes)
     assert overridden(run, PLANNED) is PLANNED
+
+
+def test_memory_that_an_earlier_version_stored_is_read(run: RunDir) -> None:
+    run.changed_requests.parent.mkdir(exist_ok=True)
+    run.changed_requests.write_text('{"pods": {"mem_gb": 1.5}, "servers": {"mem_gb": null}}')
+    slurm = overridden(run, PLANNED).slurm
+    assert (slurm.memory_mb(slurm.pods), slurm.memory_mb(slurm.servers)) == (1500, None)
 
 
 def test_what_the_site_refuses_changes_nothing(run: RunDir) -> None:
@@ -70,4 +79,4 @@ def test_an_option_of_every_job_is_replaced_for_one_but_not_removed(run: RunDir)
     with pytest.raises(ConfigError, match=r"slurm\.time is set for every job"):
         override(run, shared, {"pods": {"time": None}})
     with pytest.raises(ConfigError, match=r"slurm\.mem-per-cpu is set for every job"):
-        override(run, shared, {"pods": {"mem_gb": 4.0}})
+        override(run, shared, {"pods": {"mem": "4G"}})

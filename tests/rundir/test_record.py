@@ -46,7 +46,7 @@ def test_keys_of_a_later_version_are_ignored_and_other_formats_are_refused(tmp_p
     content["later"] = content["campaign"]["later"] = content["campaign"]["slurm"]["pods"]["later"] = [1]
     content["servers"][0]["later"] = 1
     run.run_json.write_text(json.dumps(content))
-    assert read_run(run).config.slurm.pods.mem_gb == 4
+    assert read_run(run).config.slurm.pods.extra == {"mem": "4000M"}
     assert read_head(run).campaign.name == "small"
     for version, remedy in ((4, "use a newer megaflow-hpc"), (2, "plan a new run")):
         run.run_json.write_text(json.dumps({**content, "format_version": version, "servers": "otherwise"}))

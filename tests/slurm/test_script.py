@@ -16,7 +16,7 @@ CAMPAIGN = {
     "name": "fix-bugs",
     "tasks": "t/*",
     "agent": "oracle",
-    "slurm": {"account": "lab", "qos": "long", "pods": {"partition": "cpu", "count": 3, "mem_gb": 1.5}},
+    "slurm": {"account": "lab", "qos": "long", "pods": {"partition": "cpu", "count": 3, "mem": "1500M"}},
 }
 
 
@@ -153,12 +153,12 @@ def test_gather_has_a_section_of_its_own() -> None:
 
 
 def test_servers_have_cpus_and_memory() -> None:
-    parsed = config.parse({**CAMPAIGN, "slurm": {"servers": {"cpus_per_gpu": 6, "mem_gb": 100}}})
+    parsed = config.parse({**CAMPAIGN, "slurm": {"servers": {"cpus_per_gpu": 6, "mem": "100G"}}})
     text = script.script(script.server_job(parsed, RunDir("/r"), 2, 4))
-    for line in ("--gres=gpu:4", "--cpus-per-task=24", "--mem=100000M"):
+    for line in ("--gres=gpu:4", "--cpus-per-task=24", "--mem=100G"):
         assert f"#SBATCH {line}\n" in text
     together = script.script(script.together_job(parsed, RunDir("/r"), [4, 1]))
-    for line in ("--cpus-per-task=24", "--cpus-per-task=6", "--mem=100000M"):
+    for line in ("--cpus-per-task=24", "--cpus-per-task=6", "--mem=100G"):
         assert f"#SBATCH {line}\n" in together
     assert '--cpus-per-task="${SLURM_CPUS_PER_TASK_HET_GROUP_0:-1}"' in together
     assert '--cpus-per-task="${SLURM_CPUS_PER_TASK_HET_GROUP_2:-1}" env MEGAFLOW_SERVER=1 ' in together
@@ -197,9 +197,9 @@ def test_a_trainer_has_a_section_of_its_own_and_names_its_policy() -> None:
     unsaid = options()
     assert (unsaid["partition"], unsaid["gres"], unsaid["cpus-per-task"]) == ("gpu", "gpu:1", 6)
     assert (unsaid["nodes"], unsaid["ntasks-per-node"], unsaid["output"]) == (1, 1, "/runs/r1/logs/trainer-%j.log")
-    said = options(partition="big", nodes=2, gpus=4, mem_gb=64, time="1-00:00:00", qos="own")
+    said = options(partition="big", nodes=2, gpus=4, mem="64G", time="1-00:00:00", qos="own")
     assert (said["partition"], said["gres"], said["cpus-per-task"], said["nodes"]) == ("big", "gpu:4", 24, 2)
-    assert (said["mem"], said["time"], said["qos"]) == ("64000M", "1-00:00:00", "own")
+    assert (said["mem"], said["time"], said["qos"]) == ("64G", "1-00:00:00", "own")
     assert "gres" not in options(gpus=0)
     job = script.Job("trainer", {}, run="/a dir/run", policy="of two")
     assert "\npolicy='of two'\n" in script.script(job)

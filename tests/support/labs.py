@@ -167,7 +167,7 @@ def sbatch(*words: object, timeout_s: float = 180.0) -> str:
 
 PODS = """\
 slurm:
-  pods: {{partition: {partition}, count: {count}, ranks_per_node: {ranks}, slots_per_rank: 2, mem_gb: 1, time: {time}}}
+  pods: {{partition: {partition}, count: {count}, ranks_per_node: {ranks}, slots_per_rank: 2, mem: 1G, time: {time}}}
 """
 
 

@@ -171,10 +171,11 @@ def check_memory(config: CampaignConfig, base: Path, where: Where) -> list[str]:
                 mistakes.append(f"{needs}; {_enough(fit)}")
             elif prediction.peak > SUSPICIOUS_GB * 1e9:
                 warnings.append(f"{needs}; megaflow-hpc training fit shows its parts and remedies")
-        if prediction and trainer.mem_gb and (most := max(prediction.load, prediction.node) / 1e9) > trainer.mem_gb:
+        memory_mb = config.slurm.memory_mb(trainer)
+        if prediction and memory_mb and (most := max(prediction.load, prediction.node) >> 20) > memory_mb:
             warnings.append(
-                f"{where('slurm.trainer.mem_gb')}: slurm.trainer.mem_gb: {trainer.mem_gb:g}: policy {name!r} needs "
-                f"about {most:.0f} GB of a node, with the copy of a checkpoint that is being written; raise it"
+                f"{where('slurm.trainer.mem')}: slurm.trainer.mem: {memory_mb / 1024:.4g}G: policy {name!r} needs "
+                f"about {most / 1024:.0f}G of a node, with the copy of a checkpoint that is being written; raise it"
             )
         warnings += _long_rows(config, name, fit, where)
     if mistakes:

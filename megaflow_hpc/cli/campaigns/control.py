@@ -56,7 +56,7 @@ def register(subparsers: Subparsers) -> None:
     )
     for name, key, metavar, what in (
         ("--time", "time", "TIME", "walltime"),
-        ("--mem", "mem_gb", "GB", "memory on each node in GB"),
+        ("--mem", "mem", "SIZE", "memory on each node, such as 64G,"),
         ("--partition", "partition", "NAME", "partition"),
     ):
         resume.add_argument(

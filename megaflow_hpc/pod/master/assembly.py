@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.config.slurm import CPUS_PER_RANK, PodsConfig
+from megaflow_hpc.config.slurm import CPUS_PER_RANK, SlurmConfig
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger, PodIdentity
@@ -75,9 +75,10 @@ def slots_per_rank(config: CampaignConfig) -> int:
     return pods.slots_per_rank or pods.cpus_per_rank or int(os.environ.get("SLURM_CPUS_PER_TASK") or CPUS_PER_RANK)
 
 
-def room_per_rank(pods: PodsConfig) -> tuple[float | None, int | None]:
+def room_per_rank(slurm: SlurmConfig) -> tuple[float | None, int | None]:
     """Returns the CPUs and the memory in MB of a worker rank. Each is ``None`` if the campaign file does not set it."""
-    return pods.cpus_per_rank, None if pods.mem_gb is None else int(pods.mem_gb * 1000 / pods.ranks)
+    memory_mb = slurm.memory_mb(slurm.pods)
+    return slurm.pods.cpus_per_rank, memory_mb and memory_mb // slurm.pods.ranks
 
 
 def lead(run: RunDir, comm: Comm) -> str:
@@ -148,7 +149,7 @@ def _pod(run: RunDir, planned: RunRecord, comm: Comm, who: PodIdentity, journal:
         judges=frozenset(planned.config.judges()) | {server.policy for server in planned.servers if server.service},
         job_id=who.job_id or os.environ.get("SLURM_JOB_ID", ""),
         scheduling=config.scheduling,
-        room=room_per_rank(config.slurm.pods),
+        room=room_per_rank(config.slurm),
         walltime=Walltime.of_job(config.slurm.lead_s),
         drain_s=config.slurm.lead_s - STOP_S,
     )
