@@ -137,8 +137,7 @@ def test_the_core_install_reads_and_plans_and_names_the_extra_that_runs(
     file = str(run.trajectories)
     shown = here.say("megaflow-hpc", "show", file, "task/default/1")
     assert "task/default/1" in shown
-    assert json.loads(here.say("megaflow-hpc", "validate", file, "--json"))
-    here.say("megaflow-hpc", "verify", file)
+    assert json.loads(here.say("megaflow-hpc", "validate", file, "--digests", "--json"))
     assert "complete" in here.say("megaflow-hpc", "completion", "bash")
     here.say("megaflow-hpc", "export", file, "--format", "jsonl", "--output", "rows")
     (exported,) = (here.place / "rows").glob("*.jsonl")

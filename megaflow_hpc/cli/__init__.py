@@ -39,7 +39,7 @@ GROUPS = {
     "runs.reverify": ("reverify",),
     "runs.diff": ("diff",),
     "files.export": ("export", "import"),
-    "files.store": ("validate", "verify", "compact", "anonymise", "du"),
+    "files.store": ("validate", "compact", "anonymise", "du"),
     "making.tasks": ("tasks",),
     "making.agents": ("agents",),
     "making.images": ("images",),
@@ -54,7 +54,7 @@ SECTIONS = {
     "continue or end it": ("resume", "extend", "scale", "weights", "training", "cancel"),
     "results": (
         *("gather", "reverify", "report", "compare", "track", "export"),
-        *("import", "validate", "verify", "compact", "anonymise", "du"),
+        *("import", "validate", "compact", "anonymise", "du"),
     ),
     "tasks, agents and images": ("tasks", "agents", "images"),
     "the site and this program": ("doctor", "prove", "janitor", "completion", "help"),

@@ -13,7 +13,7 @@ from megaflow_hpc.host.child import ProcessLimits, run_confined
 from megaflow_hpc.host.process import user_name
 
 ASKS_SLURM = ("status", "watch", "usage", "report")
-READS = ("show", "diff", "logs", "export", "import", "validate", "verify", "compact", "anonymise", "du")
+READS = ("show", "diff", "logs", "export", "import", "validate", "compact", "anonymise", "du")
 """Verbs that read runs or files and need no network access."""
 RESULTS = "trajectories.h5"
 """Name of the HDF5 file in a run directory. The file may be a symlink to another user's file."""

@@ -34,7 +34,7 @@ def run(tmp_path):
     return run
 
 
-VERBS = [("verify",), ("compact",), ("anonymise",), ("du",), ("validate",)]
+VERBS = [("compact",), ("anonymise",), ("du",), ("validate",)]
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)
@@ -56,7 +56,7 @@ def test_another_format_and_a_newer_version_are_refused_with_what_was_expected(m
     shutil.copy(run.trajectories, file)
     with h5py.File(file, "r+") as content:
         content.attrs["format_version"] = 99
-    result = megaflow("verify", file)
+    result = megaflow("validate", file)
     assert (result.returncode, result.stdout) == (2, "")
     assert f"{file}: format_version" in result.stderr
     assert "use the megaflow-hpc that wrote it" in result.stderr
@@ -76,41 +76,43 @@ def test_a_run_stands_for_its_file_as_soon_as_it_is_gathered(megaflow, refused, 
     assert json.loads(megaflow("validate", run, "--json").stdout)["file"] == str(run.trajectories)
     assert not caplog.messages
     commit(run, "b", (0, 0, trajectory(7)))
-    assert megaflow("verify", run).returncode == 0
+    assert megaflow("validate", run).returncode == 0
     assert f"has stored more since; bring it up to date with: megaflow-hpc gather {run}" in caplog.messages[0]
     run.trajectories.unlink()
-    for verb in ("validate", "verify", "compact", "anonymise"):
+    for verb in ("validate", "compact", "anonymise"):
         assert f"{run}: was not gathered yet; write its trajectories.h5 with: megaflow-hpc gather {run}" in refused(
             verb, run, *(["-o", next(copies)] if verb == "anonymise" else [])
         )
-    assert f"{tmp_path}: not a run directory" in refused("verify", tmp_path)
+    assert f"{tmp_path}: not a run directory" in refused("validate", tmp_path)
     assert megaflow("du", run).returncode == 0, "a run's bytes are there before"
 
 
-def test_verify_lists_every_column_with_its_digest(megaflow, run):
-    result = megaflow("verify", run.trajectories)
+def test_validate_lists_every_column_with_its_digest(megaflow, run):
+    result = megaflow("validate", run.trajectories, "--digests")
     assert (result.returncode, result.stderr) == (0, "")
-    head, _, *rows = result.stdout.splitlines()
+    valid, head, _, *rows = result.stdout.splitlines()
+    assert valid == f"{run.trajectories}: valid"
     assert head.split() == ["column", "entries", "sha256"]
     stored = {*COLUMNS, *OFFSETS, "rewards/tests"}
     assert {row.split()[0] for row in rows} == stored
     assert all(row.split()[-1] == "ok" for row in rows)
-    shown = json.loads(megaflow("verify", run.trajectories, "--json").stdout)
+    shown = json.loads(megaflow("validate", run.trajectories, "--digests", "--json").stdout)
     assert shown["file"] == str(run.trajectories)
     assert {column["path"] for column in shown["columns"]} == stored
     assert all(len(column["sha256"]) == 64 for column in shown["columns"])
 
 
-def test_verify_says_which_column_is_damaged(megaflow, run):
+def test_validate_says_which_column_is_damaged(megaflow, run):
     with h5py.File(run.trajectories) as file:
         chunk = file["tokens/id"].id.get_chunk_info(0)
     data = bytearray(run.trajectories.read_bytes())
     data[chunk.byte_offset] ^= 1
     run.trajectories.write_bytes(data)
-    result = megaflow("verify", run.trajectories, "--json")
+    result = megaflow("validate", run.trajectories, "--digests", "--json")
     assert result.returncode == 1
-    assert f"{run.trajectories}: /tokens/id cannot be read" in result.stderr
-    bad = [column for column in json.loads(result.stdout)["columns"] if column["state"] != "ok"]
+    shown = json.loads(result.stdout)
+    assert shown["problems"][0].startswith("/tokens/id: ")
+    bad = [column for column in shown["columns"] if column["state"] != "ok"]
     assert [column["path"] for column in bad] == ["tokens/id"]
 
 

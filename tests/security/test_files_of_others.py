@@ -30,7 +30,7 @@ from megaflow_hpc.trajectories.journal.frames import frame_head
 from megaflow_hpc.trajectories.journal.winners import journals
 from megaflow_hpc.trajectories.maintenance.anonymise import anonymise
 from megaflow_hpc.trajectories.maintenance.compact import compact, usage_of_file
-from megaflow_hpc.trajectories.maintenance.validate import verify
+from megaflow_hpc.trajectories.maintenance.validate import column_digests
 from megaflow_hpc.trajectories.reading.durations import durations
 from megaflow_hpc.trajectories.reading.follow import follow
 from tests.support.samples import commit, run_dir, trajectory
@@ -138,7 +138,7 @@ READERS = {
     "compact": lambda path, work: compact(path, work / "out.h5"),
     "anonymise": lambda path, work: anonymise(path, work / "out.h5"),
     "validate": lambda path, work: validate(path),
-    "verify": lambda path, work: verify(path),
+    "digests": lambda path, work: column_digests(path),
     "du": lambda path, work: usage_of_file(path),
 }
 
@@ -190,7 +190,7 @@ def test_no_library_is_looked_for_where_a_file_names_a_filter(run, tmp_path):
     plain = "import h5py, sys\ntry: h5py.File(sys.argv[1])['trajectories/rank'][:]\nexcept OSError: pass"
     assert opened(plain)  # the attack works on plain h5py
     ours = "import sys\nfrom megaflow_hpc.cli import main\n"
-    ours += "for verb in ('validate', 'verify', 'du', 'compact'): main([verb, sys.argv[1]])\n"
+    ours += "for verb in ('validate', 'du', 'compact'): main([verb, sys.argv[1]])\n"
     assert not opened(ours + "main(['show', sys.argv[1], '0'])")
     os.close(watch)
 
@@ -324,7 +324,7 @@ def test_a_verb_reads_or_refuses_it_within_its_limits(attack, gathered, place, t
         ["show", theirs, "0", "--full"],
         ["compact", theirs, "--output", tmp_path / "small.h5"],
         ["validate", theirs],
-        ["verify", theirs],
+        ["validate", theirs, "--digests"],
         ["du", theirs],
         ["anonymise", theirs, "-o", tmp_path / "anonymous.h5"],
         ["export", theirs, "--format", "jsonl", "-o", tmp_path / "out"],

@@ -79,7 +79,7 @@ VERBS = (
     ("show", "RUN", EVIL),
     ("diff", "RUN", "0", "1"),
     ("validate", "FILE"),
-    ("verify", "FILE"),
+    ("validate", "FILE", "--digests"),
     ("du", "FILE"),
     ("export", "RUN", "--format", "jsonl", "--where", f"agent == '{EVIL}'"),
 )

@@ -1,2 +1,2 @@
-"""Verbs for trajectory files: ``validate``, ``verify``, ``compact``, ``anonymise``, ``du``, ``export`` and
+"""Verbs for trajectory files: ``validate``, ``compact``, ``anonymise``, ``du``, ``export`` and
 ``import``."""

@@ -1,4 +1,4 @@
-"""``validate``, ``verify``, ``compact``, ``anonymise`` and ``du``: verbs for trajectory files."""
+"""``validate``, ``compact``, ``anonymise`` and ``du``: verbs for trajectory files."""
 
 from __future__ import annotations
 
@@ -13,27 +13,23 @@ from megaflow_hpc.errors import ConfigError
 
 
 def register(subparsers: Subparsers) -> None:
-    """Registers the verbs ``validate``, ``verify``, ``compact``, ``anonymise`` and ``du``."""
+    """Registers the verbs ``validate``, ``compact``, ``anonymise`` and ``du``."""
     validate = add_verb(
         subparsers,
         "validate",
         _validate,
-        "check a trajectories.h5 against the schema",
-        examples=["validate RUN", "validate shared.h5 --json"],
-        description="Checks datasets, types, offsets and consistency between columns. Exit status 1 if anything is "
-        "wrong, 2 if the file is not a campaign file of this program.",
+        "check a trajectories.h5 against the schema and its checksums",
+        examples=["validate RUN", "validate shared.h5 --digests --json"],
+        description="Reads every column, which compares every checksum. Checks datasets, types, offsets and "
+        "consistency between columns. Exit status 1 if anything is wrong, 2 if the file is not a campaign file of this "
+        "program.",
     )
     add_run(validate, file=True)
-
-    verify = add_verb(
-        subparsers,
-        "verify",
-        _verify,
-        "read every column of a trajectories.h5 and print its digest",
-        examples=["verify RUN", "verify shared.h5 --json"],
-        description="Reads every column, which compares every checksum. Exit status 1 if a column is damaged.",
+    validate.add_argument(
+        "--digests",
+        action="store_true",
+        help="print the SHA-256 of each column's values, which compression and the order of writing do not change",
     )
-    add_run(verify, file=True)
 
     compact = add_verb(
         subparsers,
@@ -103,31 +99,22 @@ def register(subparsers: Subparsers) -> None:
 
 
 def _validate(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.trajectories import validate
     from megaflow_hpc.trajectories.maintenance.gather import gathered
+    from megaflow_hpc.trajectories.maintenance.validate import column_digests, validate
 
     file = gathered(arguments.run_dir)
     with under_way(f"validating {file}"):
         problems = validate(file)
-    text = "\n".join(f"{file}: {problem}" for problem in problems) or f"{file}: valid"
-    print_result(arguments.json, {"file": str(file), "valid": not problems, "problems": problems}, text)
+        columns = column_digests(file) if arguments.digests else []
+    lines = [f"{file}: {problem}" for problem in problems] or [f"{file}: valid"]
+    if columns:
+        rows = [(column.path, column.entries, column.sha256[:16], column.state) for column in columns]
+        lines.append(table(("column", "entries", "sha256", ""), rows))
+    result = {"file": str(file), "valid": not problems, "problems": problems}
+    if arguments.digests:
+        result["columns"] = [asdict(column) for column in columns]
+    print_result(arguments.json, result, "\n".join(lines))
     return 1 if problems else 0
-
-
-def _verify(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.trajectories.maintenance.gather import gathered
-    from megaflow_hpc.trajectories.maintenance.validate import verify
-
-    file = gathered(arguments.run_dir)
-    with under_way(f"verifying {file}"):
-        checks = verify(file)
-    rows = [(check.path, check.entries, check.sha256[:16], check.state) for check in checks]
-    columns = {"file": str(file), "columns": [asdict(check) for check in checks]}
-    print_result(arguments.json, columns, table(("column", "entries", "sha256", ""), rows))
-    bad = [check for check in checks if not check.good]
-    for check in bad:
-        note(f"{file}: /{check.path} {check.state}")
-    return 1 if bad else 0
 
 
 def _compact(arguments: argparse.Namespace) -> int:

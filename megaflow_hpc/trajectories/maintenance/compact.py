@@ -36,7 +36,7 @@ from megaflow_hpc.trajectories.hdf5.schema import COLUMNS
 from megaflow_hpc.trajectories.hdf5.writer import column_writer, reward_writer
 from megaflow_hpc.trajectories.journal import packs
 from megaflow_hpc.trajectories.journal.winners import fingerprint, seals_of
-from megaflow_hpc.trajectories.maintenance.validate import verify
+from megaflow_hpc.trajectories.maintenance.validate import column_digests
 
 _WINDOW = 1 << 20
 """Number of entries to copy at a time, to bound memory."""
@@ -155,7 +155,7 @@ def drop_journals(run: RunDir, dry_run: bool = False) -> dict[str, int]:
         raise ConfigError(f"{run}: the campaign is not finished; its journals are still needed")
     if recorded_sources(run.trajectories) != fingerprint(run, seals_of(run)):
         raise ConfigError(f"{run.trajectories}: does not hold all that the journals do; run: megaflow-hpc gather {run}")
-    for check in verify(run.trajectories):
+    for check in column_digests(run.trajectories):
         if not check.good:
             raise ConfigError(
                 f"{run.trajectories}: /{check.path} {check.state}; "

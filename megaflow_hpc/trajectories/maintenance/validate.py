@@ -1,7 +1,7 @@
-"""Checks a campaign file against the schema and its invariants (``validate``) and byte by byte (``verify``).
+"""Checks a campaign file against the schema and its invariants, and computes the digests of its columns.
 
 Large columns are read in windows to bound memory. ``validate`` reports each kind of fault once, at the first row
-affected. ``verify`` reads every byte, which makes HDF5 verify the checksum of each chunk.
+affected. Both read every byte, which makes HDF5 compare the checksum of each chunk.
 """
 
 from __future__ import annotations
@@ -248,12 +248,12 @@ def _first(mask: Array) -> list[int]:
     return indices
 
 
-# --- verify -----------------------------------------------------------------------------------------------------------
+# --- digests ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class ColumnCheck:
-    """Result of reading one column. The digest depends only on the values, not on chunking or compression, so files
+class ColumnDigest:
+    """Digest of one column. It depends only on the values, not on chunking or compression, so files
     with equal digests contain equal data."""
 
     path: str
@@ -269,19 +269,19 @@ class ColumnCheck:
         return self.state == "ok"
 
 
-def verify(path: str | os.PathLike[str]) -> list[ColumnCheck]:
-    """Reads every column and returns a :class:`ColumnCheck` for each, by path.
+def column_digests(path: str | os.PathLike[str]) -> list[ColumnDigest]:
+    """Reads every column and returns a :class:`ColumnDigest` for each, by path.
 
     Raises:
         ConfigError: The file cannot be opened as a campaign file.
     """
     with open_file(path, complete=False) as file:
-        return [_check(name, dataset) for name, dataset in sorted(datasets(file).items())]
+        return [_digest(name, dataset) for name, dataset in sorted(datasets(file).items())]
 
 
-def _check(name: str, dataset: h5py.Dataset) -> ColumnCheck:
+def _digest(name: str, dataset: h5py.Dataset) -> ColumnDigest:
     if dataset.ndim != 1 or dataset.dtype.kind == "O":  # h5py reads variable-length data as objects
-        return ColumnCheck(name, 0, "", "cannot be read: it is not a column of numbers or text")
+        return ColumnDigest(name, 0, "", "cannot be read: it is not a column of numbers or text")
     digest = hashlib.sha256()
     chunk = dataset.chunks[0] if dataset.chunks else 1
     step = max(1, _WINDOW_BYTES // (dataset.dtype.itemsize * chunk)) * chunk
@@ -289,5 +289,5 @@ def _check(name: str, dataset: h5py.Dataset) -> ColumnCheck:
         for start in range(0, len(dataset), step):
             digest.update(read(dataset, start, start + step).tobytes())
     except OSError as error:
-        return ColumnCheck(name, len(dataset), "", f"cannot be read: {error}")
-    return ColumnCheck(name, len(dataset), digest.hexdigest(), "ok")
+        return ColumnDigest(name, len(dataset), "", f"cannot be read: {error}")
+    return ColumnDigest(name, len(dataset), digest.hexdigest(), "ok")

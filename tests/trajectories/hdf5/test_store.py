@@ -22,7 +22,7 @@ from megaflow_hpc.trajectories.hdf5 import writer as writer_module
 from megaflow_hpc.trajectories.hdf5.columns import ChunkDecoder, read_column, read_slices
 from megaflow_hpc.trajectories.hdf5.file import datasets
 from megaflow_hpc.trajectories.maintenance.compact import compact
-from megaflow_hpc.trajectories.maintenance.validate import verify
+from megaflow_hpc.trajectories.maintenance.validate import column_digests
 from tests.support.samples import commit, run_dir, trajectory
 
 
@@ -140,7 +140,7 @@ def test_a_changed_byte_of_any_chunk_is_found_and_named(run, tmp_path):
 
     damage(*chunks)
     problems = "\n".join(validate(path))
-    bad = {check.path: check.state for check in verify(path) if not check.good}
+    bad = {check.path: check.state for check in column_digests(path) if not check.good}
     assert bad.keys() == chunks.keys()
     for name in chunks:
         entries = rf"/{name}: entries 0 to \d+ cannot be read"

@@ -14,7 +14,7 @@ from megaflow_hpc.trajectories.hdf5 import writer
 from megaflow_hpc.trajectories.hdf5.publishing import Unfinished, clean_up, unfinished
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
 from megaflow_hpc.trajectories.journal import winners
-from megaflow_hpc.trajectories.maintenance.validate import verify
+from megaflow_hpc.trajectories.maintenance.validate import column_digests
 from tests.support.journals import digests, record, write_between
 from tests.support.samples import run_dir, trajectory
 
@@ -38,7 +38,7 @@ def ids(path):
 def test_the_rows_of_several_pods_are_in_commit_order_and_whole(run):
     path = gather(run)
     assert validate(path) == []
-    assert [check for check in verify(path) if check.state != "ok"] == []
+    assert [check for check in column_digests(path) if check.state != "ok"] == []
     with open_trajectories(path) as store:
         assert [row.id for row in store] == [trajectory(n).id for n in range(ROWS)]
         assert [row.trajectory().messages for row in store] == [trajectory(n).messages for n in range(ROWS)]
@@ -92,7 +92,7 @@ def test_a_gather_that_was_stopped_continues_and_the_file_is_the_same(run, monke
     assert len(read) == ROWS + 1 - sum(pauses), "only the rest is gathered"
     assert digests(path) == whole
     assert validate(path) == []
-    assert [check for check in verify(path) if check.state != "ok"] == []
+    assert [check for check in column_digests(path) if check.state != "ok"] == []
     assert hidden(run) == []
 
 

@@ -22,7 +22,7 @@ from megaflow_hpc.trajectories import JournalWriter, gather, open_trajectories, 
 from megaflow_hpc.trajectories.journal.packs import FAN, pack_journals
 from megaflow_hpc.trajectories.maintenance.anonymise import anonymise
 from megaflow_hpc.trajectories.maintenance.compact import compact, drop_journals
-from megaflow_hpc.trajectories.maintenance.validate import verify
+from megaflow_hpc.trajectories.maintenance.validate import column_digests
 from megaflow_hpc.trajectory import Attempt
 from megaflow_hpc.types import Artifact
 from tests.support.journals import digests
@@ -55,14 +55,12 @@ def flip(path, name: str) -> None:
 
 def test_a_flipped_bit_is_named(run, capsys):
     path = gather(run)
-    assert main(["verify", str(path), "--json"]) == 0
+    assert main(["validate", str(path), "--digests", "--json"]) == 0
     assert {column["state"] for column in json.loads(capsys.readouterr().out)["columns"]} == {"ok"}
     flip(path, "tokens/id")
-    assert [check.path for check in verify(path) if not check.good] == ["tokens/id"]
-    for verb in ("verify", "validate"):
-        assert main([verb, str(path)]) == 1
-        captured = capsys.readouterr()
-        assert f"{path}: /tokens/id: entries 0 to" in captured.out + captured.err
+    assert [check.path for check in column_digests(path) if not check.good] == ["tokens/id"]
+    assert main(["validate", str(path)]) == 1
+    assert f"{path}: /tokens/id: entries 0 to" in capsys.readouterr().out
 
 
 def test_compact_drops_superseded_attempts_and_named_artifacts_and_nothing_else(run, tmp_path):
@@ -73,7 +71,7 @@ def test_compact_drops_superseded_attempts_and_named_artifacts_and_nothing_else(
     assert result["attempts_dropped"] == 10
     assert result["artifacts_dropped"] == 40
     assert validate(tmp_path / "small.h5") == []
-    assert {check.state for check in verify(tmp_path / "small.h5")} == {"ok"}
+    assert {check.state for check in column_digests(tmp_path / "small.h5")} == {"ok"}
     with open_trajectories(tmp_path / "small.h5") as store:
         after = [row.trajectory() for row in store]
     for one, other in zip(before, after, strict=True):
@@ -189,9 +187,9 @@ def test_du_accounts_for_every_byte(run, capsys):
 
 def test_hdf5s_own_tools_take_the_file(run, tmp_path):
     path = gather(run)
-    assert {check.path: check.sha256 for check in verify(path)} == digests(path)
+    assert {check.path: check.sha256 for check in column_digests(path)} == digests(path)
     subprocess.run(["h5repack", path, tmp_path / "repacked.h5"], check=True, capture_output=True)
-    assert {check.state for check in verify(tmp_path / "repacked.h5")} == {"ok"}
+    assert {check.state for check in column_digests(tmp_path / "repacked.h5")} == {"ok"}
     for tool, word in ((["h5ls", "-r"], "/tokens/logprob"), (["h5dump", "-H"], 'DATASET "weight_version"')):
         assert word in subprocess.run([*tool, path], check=True, capture_output=True, text=True).stdout
 
@@ -255,7 +253,7 @@ def test_file_locks_are_neither_needed_nor_taken_unless_the_environment_demands_
         gather(sys.argv[1], rebuild=True)
         again = open(sys.argv[2], "r+b")
         fcntl.flock(again, fcntl.LOCK_EX)
-        sys.exit(main(["verify", sys.argv[2]]))
+        sys.exit(main(["validate", sys.argv[2]]))
     """)
     path = gather(run)
     for setting, status in ((None, 0), ("FALSE", 0), ("TRUE", 2)):
@@ -276,4 +274,4 @@ def test_a_column_whose_strings_grow_keeps_them_all(tmp_path):
         assert file["trajectories/id"].asstr()[:].tolist() == names
         assert file["trajectories/id"].dtype.itemsize == 512
         assert file["trajectories/status"].dtype == np.dtype("S16")
-    assert {check.state for check in verify(path)} == {"ok"}
+    assert {check.state for check in column_digests(path)} == {"ok"}
