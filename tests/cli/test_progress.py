@@ -39,8 +39,7 @@ LONG: dict[str, list[Any]] = {
     "status {run}": [Monitor.status],
     "resume {run} --launcher local": [gather.gather, Run._recount],  # each poll shows the status
     "cancel {run}": [Monitor.status],
-    "validate {run}": [validate.validate],
-    "verify {run}": [validate.verify],
+    "validate {run} --digests": [validate.validate, validate.column_digests],
     "compact {run}": [compact.compact],
     "anonymise {run} -o {run}/copy.h5": [anonymise.anonymise],
     "du {run}": [compact.usage_of_run],
