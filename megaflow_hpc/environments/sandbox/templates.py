@@ -47,6 +47,9 @@ _MAX_ENVIRONMENT_BYTES = 32768
 
 _KERNEL = (5, 9)
 """First Linux version with pidfds, openat2 and close_range."""
+_SHM = Path("/dev/shm")
+_HOST_SHM = "/host-shm"
+"""Where a template sees the host's ``/dev/shm``, which holds the scratch directory on nodes without a disk."""
 _CAPABILITIES = dict(zip(ROOT_MAY, (0, 1, 3, 4, 5, 10, 6, 7, 18), strict=True))
 
 _MAX_PENDING_REQUESTS = 32
@@ -381,7 +384,9 @@ class Templates:
     async def _start(self, template: Template, directory: Path) -> None:
         await asyncio.to_thread(self._create_files, directory)
         # It runs only cloner.py, which creates user namespaces. Clones with network "host" need the host's network.
-        binds = tuple(f"{visible}:{visible}" for visible in self._visible)
+        binds = tuple(f"{visible}:{visible}" for visible in self._visible if not _below(visible, [_SHM]))
+        if len(binds) < len(self._visible):  # Apptainer mounts an empty /dev/shm; the cloner replaces it
+            binds += (f"{_SHM}:{_HOST_SHM}",)
         root = str(directory / "root")
         spec = SandboxSpec(root, network="host", nested=True, processes=None, binds=binds)
         argv = exec_argv(
@@ -416,7 +421,7 @@ class Templates:
         interpreter = helper_python.prepare(self._scratch)
         for name in ("", "tmp", "control", "root"):
             os.mkdir(directory / name, 0o700)
-        for path in (*MOUNT_POINTS, CONTROL_DIR, *map(str, self._visible)):
+        for path in (*MOUNT_POINTS, CONTROL_DIR, _HOST_SHM, *map(str, self._visible)):
             os.makedirs(directory / "root" / path.lstrip("/"), exist_ok=True)
         (directory / "root" / "etc" / "resolv.conf").touch()
         helper_python.link_into(interpreter, directory / "control")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
 from megaflow_hpc.host.files import remove_tree
 from tests.support.namespaces import restricted
+from tests.support.sandboxes import host_pid
 
 MOUNTS = """\
 21 1 259:1 / / rw,relatime - ext4 /dev/sda1 rw
@@ -71,9 +73,9 @@ def test_scratch_on_a_network_file_system_is_passed_over_with_a_warning(tmp_path
     assert (base, warning) == (str(local), f"MEGAFLOW_SCRATCH=/proc/none is not a directory; {local} is used instead")
 
 
-def test_a_diskless_node_falls_back_on_memory(tmp_path: Path) -> None:
+def test_a_diskless_node_falls_back_on_memory() -> None:
     mounts = "1 0 1:1 / / rw - nfs4 root:/ rw\n2 1 0:2 / /dev/shm rw - tmpfs x rw\n"
-    assert scratch_base({"TMPDIR": str(tmp_path)}, mounts)[0] == "/dev/shm"
+    assert scratch_base({"TMPDIR": "/tmp"}, mounts)[0] == "/dev/shm"
 
 
 @pytest.fixture
@@ -93,6 +95,16 @@ async def test_what_a_sandbox_writes_on_scratch_in_memory_counts_as_its_memory(
             filled = await sandbox.exec(fill, timeout_s=60)
     assert (small.stdout, small.breach) == ("kept\n", "")
     assert filled.breach.startswith("memory limit: ")
+
+
+async def test_sandboxes_on_scratch_in_memory_are_clones(busybox_rootfs: str, memory_scratch: Path) -> None:
+    image = str(memory_scratch / "image")
+    shutil.copytree(busybox_rootfs, image, symlinks=True)
+    async with ApptainerProvider(memory_scratch) as provider:
+        for is_clone in (False, True):
+            async with await provider.start(SandboxSpec(image)) as sandbox:
+                assert (await sandbox.exec("ls /dev/shm; echo here")).stdout == "here\n"
+                assert (host_pid(sandbox) == sandbox.pid) == is_clone
 
 
 # --- what the node can do -------------------------------------------------------------------------------------------

@@ -119,6 +119,8 @@ def _enter(directory: str, options: str, merged: str, network: str, limits: str,
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
     _mount(None, "/", None, _REC | _PRIVATE)
+    if os.listdir("/host-shm"):  # the scratch directory is in memory
+        _mount("/host-shm", "/dev/shm", None, _BIND)
     os.chdir(directory)
     _mount("overlay", merged, "overlay", _NOSUID | _NODEV, options)
     root = os.open(merged, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
