@@ -1,8 +1,8 @@
 """Writes the files of a ``COPY`` or ``ADD`` to a layer following Docker's rules, without starting a process.
 
 A view of the lower layers shows the existing files of the image. Symlinks in the target path are followed inside the
-image. Symlinks in a copied tree are not followed. The layer also contains the parent directories of copied files, with
-the attributes that they have in the image, because an overlay shows the attributes of the uppermost layer.
+image. Symlinks in a copied tree are not followed. The layer also contains the parent directories of copied files. They
+keep the attributes that they have in the image, because an overlay shows the attributes of the uppermost layer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Placement:
     mode: str = ""
     """Value of ``--chmod`` (:class:`Mode`) for copied files and directories. Empty without ``--chmod``."""
     own_owner: bool = False
-    """If there is no ``--chown``, copied items keep their owners if this is true. Otherwise they belong to root."""
+    """True if copied items keep their owners when there is no ``--chown``. If false, they belong to root."""
     replaces: bool = False
     """True if entries of an archive may replace the image's files and empty directories."""
     archived: Mapping[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class Placer:
         return Attributes(mode, uid, gid, own.mtime)
 
     def _parent_attributes(self, how: Placement, status: os.stat_result) -> Attributes:
-        """Returns the attributes for missing parent directories. These get the copied item's mtime, so that identical
+        """Returns the attributes for missing parent directories. Their mtime is the copied item's, so that identical
         copies produce identical layers."""
         uid, gid = how.owner or (0, 0)
         mode = Mode(how.mode).of_parents if how.mode and not _archived(status, how) else 0o755

@@ -53,8 +53,8 @@ _BASE_INODES = 50_000
 
 Make = Callable[[Path], None]
 Hold = Callable[[str, Make], Path]
-"""Returns the tree for a key. Calls ``make(directory)`` to create a missing tree. Blocks while another thread creates
-it."""
+"""Function that returns the tree for a key. It calls ``make(directory)`` to create a missing tree, and blocks while
+another thread creates the tree."""
 
 
 class Trees:

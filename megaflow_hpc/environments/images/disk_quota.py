@@ -128,8 +128,8 @@ def default_stores(named: str | None = None) -> list[Path]:
     """Returns the image stores named by ``MEGAFLOW_IMAGE_STORE``, or else by ``named``, or else a default.
 
     The default is an existing store in one of the directories of :data:`SITE_VARIABLES`. If none exists, it is the
-    first of these directories that is writable and has enough space, or else the home directory. An existing store in
-    the home directory is always included.
+    first of these directories that is writable and has enough space. If there is no such directory, it is the home
+    directory. An existing store in the home directory is always included.
 
     Args:
         named: ``environment.image_store`` of a campaign or its site profile: directories, separated by colons.

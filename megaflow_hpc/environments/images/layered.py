@@ -79,10 +79,10 @@ class ImageStart:
 
 @dataclass(frozen=True)
 class LayeredImage:
-    """A base, the layers above it (bottom first), and the settings for commands.
+    """An image that consists of a base, layers above it (bottom first), and settings for commands.
 
-    If a layer occurs twice, only the last occurrence is kept. It hides the earlier occurrence, and overlays reject
-    duplicate directories.
+    If a layer occurs twice, only the last occurrence is kept. It hides the earlier one, and overlays reject duplicate
+    directories.
     """
 
     base: Base | None

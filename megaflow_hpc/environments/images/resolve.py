@@ -42,8 +42,8 @@ _NOT_BUILT = "not-built-"
 
 
 def is_built(path: Path) -> bool:
-    """Returns whether a path from :class:`Images` is an image. With ``build=False``, missing images have placeholder
-    paths."""
+    """Returns whether a path from :class:`Images` belongs to an existing image. With ``build=False``, a missing image
+    gets a placeholder path."""
     return not path.name.startswith(_NOT_BUILT)
 
 

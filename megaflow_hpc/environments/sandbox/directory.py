@@ -55,8 +55,7 @@ class SandboxDirectory:
         self._templates = templates
         self._containers = 0
         self._host_bytes: dict[str, int] = {}
-        """Maps each host directory bound into the sandbox to the number of bytes that the host wrote there before the
-        start."""
+        """Maps each host directory that the sandbox sees to the bytes that the host wrote there before the start."""
 
     def make(self) -> None:
         """Creates the directory. Raises :class:`SandboxError` if that fails, for example because scratch is full."""

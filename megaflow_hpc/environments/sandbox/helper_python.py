@@ -58,7 +58,7 @@ _ENCODINGS = ("__init__", "aliases", "ascii", "latin_1", "utf_8")
 
 @functools.cache
 def _parts() -> tuple[tuple[str, str], ...]:
-    """Returns the files of the copy, as pairs of a path in the prepared directory and a source file on this machine.
+    """Returns the files of the copy: pairs of a path in the prepared directory and a source file on this machine.
 
     Raises:
         OSError: This Python cannot be copied.

@@ -70,8 +70,7 @@ class Site:
     """Reason why system calls of sandboxes cannot be filtered (launcher.py)."""
 
     def refuses(self, network: str) -> str:
-        """Returns the reason why a sandbox with this network mode cannot start on this node, or an empty string if it
-        can."""
+        """Returns why a sandbox with this network mode cannot start on this node, or an empty string if it can."""
         if self.container:
             return f"containers do not start: {self.container}"
         if self.overlay and self.copy:

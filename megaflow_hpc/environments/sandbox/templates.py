@@ -59,8 +59,11 @@ END_S = 10.0
 """Timeout in seconds for a template to exit."""
 
 StartClone = Callable[[int, Callable[[Identity], None]], Awaitable[Clone]]
-"""Starts a clone. Takes the clone's standard error, and a callback that receives its first process before that process
-runs any program."""
+"""Function that starts a clone.
+
+Its arguments are the descriptor of the clone's standard error, and a callback. The callback receives the clone's first
+process before that process runs any program.
+"""
 
 _Trees = tuple[str, ...]
 """The directories of an unpacked image, topmost first."""

@@ -240,8 +240,8 @@ class ImageCache:
             flat: Use the image as one tree, for nodes that cannot stack layers with an overlay.
 
         Raises:
-            SandboxError: The image is missing, too large, does not match the digest in its name, or was not unpacked
-                within ``timeout_s`` seconds.
+            SandboxError: The image is missing, is too large, or does not match the digest in its name. Also raised if
+                it was not unpacked within ``timeout_s`` seconds.
         """
         if os.path.isdir(image):
             return ImageLease(os.path.realpath(image))
@@ -281,7 +281,7 @@ class ImageCache:
             until: Polled between images. The call returns once it is true.
 
         Returns:
-            ``n`` if the first ``n`` images are cached or being unpacked by another process.
+            Number of leading ``images`` that are cached or that another process is unpacking.
         """
         plans = [self._plan(image, flat(image)) for image in images if not os.path.isdir(image)]
         self._index.want(list(dict.fromkeys(name for wanted in plans for name in wanted.names)))

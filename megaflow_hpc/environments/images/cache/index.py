@@ -91,9 +91,9 @@ class CacheClaim:
     """The missing copies of an image, divided between this process and others."""
 
     own: Sequence[str]
-    """Entries that this process copies."""
+    """Names of the copies that this process must make."""
     others: Sequence[str]
-    """Copies that other threads or processes are making."""
+    """Names of the copies that other threads or processes are making."""
 
 
 class CacheIndex:
@@ -348,14 +348,14 @@ class CacheIndex:
         return [name for name in missing if name not in made]
 
     def makers(self, names: Collection[str]) -> dict[str, str]:
-        """Maps each of the copies ``names`` that is being made to the ``users`` file of the cache that is making it."""
+        """Returns, for each copy that is being made, the name of the ``users`` file of the cache that makes it."""
         if not names:
             return {}
         users = self._users()
         return {name: file for file, user in users.items() for name in names if name in user.makes}
 
     def makes(self, file: str, name: str) -> bool:
-        """Returns whether the cache with the ``users`` file ``file`` is open and making the copy ``name``."""
+        """Returns whether the cache whose ``users`` file is ``file`` is open and is making the copy ``name``."""
         user = self._user(file)
         return user is not None and name in user.makes
 

@@ -145,7 +145,7 @@ def _check_json(path: Path, instruction: DockerfileInstruction) -> None:
 
 
 def _explain(error: DockerfileSyntaxError, lines: list[str]) -> str:
-    """Adds a remedy to the parser's message. Also names an unterminated here-document, which the parser does not."""
+    """Adds a remedy to the parser's message. Also names an unterminated here-document, which the message omits."""
     message = str(error).removeprefix(f"Dockerfile parse error on line {error.line}: ")
     if message != "unterminated heredoc":
         return f"{message[:300]}; correct it, or build the image elsewhere and name it as docker_image"

@@ -29,7 +29,7 @@ from megaflow_hpc.errors import ConfigError, SiteError
 TIMEOUT_S = 60.0
 """Socket timeout in seconds for requests to a registry."""
 MAX_TRIES = 5
-"""Maximum number of consecutive attempts that each transfer less than :data:`PROGRESS_BYTES`."""
+"""Give up after this many consecutive attempts that each transferred less than :data:`PROGRESS_BYTES`."""
 PROGRESS_BYTES = 1 << 20
 FIRST_PAUSE_S = 0.25
 """Seconds to wait before the second attempt. The pause doubles with each further attempt."""

@@ -94,8 +94,8 @@ class CappedBuffer:
 class StreamPair:
     """The two FIFOs that a command writes to. They are reused once all of its processes have closed them.
 
-    A background process keeps its command's pair open. Its output is read and discarded, so a server that logs to
-    standard output neither blocks nor dies when its command ends.
+    A background process keeps its command's pair open. Its output is read and discarded. A server that logs to standard
+    output therefore neither blocks nor dies when its command ends.
     """
 
     def __init__(self, directory: str, number: int) -> None:
@@ -227,7 +227,7 @@ class Worker:
 
 
 class RunningCommand:
-    """A running command.
+    """State of a command while it runs in a container.
 
     Args:
         number: Number of the command in its container. It is in the environment of the command's processes.
