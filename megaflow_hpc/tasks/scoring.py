@@ -112,8 +112,8 @@ def scores_of(scorer: Scorer, task: Task, method: Callable[..., Any], value: Any
     """Checks what a scorer returned for one rollout and converts it to rewards by name.
 
     Args:
-        value: a number, numbers by name, or a sequence with one number per model call.
-        turns: number of the rollout's model calls.
+        value: A number, numbers by name, or a sequence with one number per model call.
+        turns: Number of the rollout's model calls.
 
     Raises:
         UserCodeError: The value is invalid, or names a model call that does not exist.
@@ -136,7 +136,7 @@ def check_turns(rewards: Mapping[str, float], turns: int) -> None:
     """Checks that the rewards of turns refer to model calls that the rollout made.
 
     Raises:
-        UserCodeError: a reward refers to a call that does not exist.
+        UserCodeError: A reward refers to a call that does not exist.
     """
     known = {f"{TURN_REWARD}{number}" for number in range(turns)}
     for name in rewards:

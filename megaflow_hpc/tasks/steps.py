@@ -126,7 +126,7 @@ async def run_steps(
 
 
 def _setup_failed(before: Sequence[StepVerdict], why: str) -> Verdict:
-    """Returns the verdict on a step that cannot be set up on the agent's files, whether by accident or by intent."""
+    """Returns the verdict on a step that cannot be set up because of the agent's files."""
     why = f"the step cannot be set up on the files of the earlier steps: {why}"
     return replace(Verdict.of(dict.fromkeys(_names(before), 0.0), why), agent_error=why)
 

@@ -262,8 +262,10 @@ def _exercise(exercise: Path, language: str) -> NewTask:
 
 
 def _solutions(exercise: Path, files: _Files) -> dict[str, str]:
-    """Maps each example file to the solution file that it replaces, which has the same name or else the same suffix.
-    Other example files are helpers, which are placed next to the solution."""
+    """Maps each example file to the solution file of the same name, or else of the same suffix, which it replaces.
+
+    Other example files are helpers, which are placed next to the solution.
+    """
     free, placed = list(files.solution), dict[str, str]()
     for same in (lambda path: path.name, lambda path: path.suffix):
         for example in (each for each in files.example if each not in placed):

@@ -48,7 +48,7 @@ FILE = Path(__file__).with_name("registry.yaml")
 
 
 class TaskSet(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A task set in the registry. Numbers are stated by :attr:`sources`, or ``unknown``."""
+    """A task set in the registry. A number is ``unknown`` if no page in :attr:`sources` states it."""
 
     title: str
     licence: str
@@ -67,7 +67,7 @@ class TaskSet(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Files that the set's releases added, in order of release. Versions such as ``release_v2`` and ``v2_v4`` select a
     part of them."""
     needed: list[str] = []
-    """Files of which the selected release consists."""
+    """Files of the selected release."""
     archive: str = ""
     """URL of a tar.gz. ``{revision}`` is replaced with the version."""
     home: str = ""

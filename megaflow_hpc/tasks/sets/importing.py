@@ -140,8 +140,11 @@ def import_set(
 
 
 def _image_of_pages(name: str, image: Path | None, version: str, origin: Path | None, mirror: str) -> Path:
-    """Returns the image from which to read pages. Raises ConfigError if the image is missing, or if an option does not
-    apply to a set whose data is part of an image."""
+    """Returns the image from which to read pages.
+
+    Raises:
+        ConfigError: The image is missing, or an option does not apply to a set whose data is part of an image.
+    """
     if version or origin or mirror:
         raise ConfigError(
             f"{name}: its pages are in an image, at the image's version; leave out @VERSION, --from, --mirror"
