@@ -1,11 +1,11 @@
 """Pool of reusable processes for agents of rollouts without a sandbox. Each process runs several agents at once.
 
 An agent that awaits its model shares its process with other agents. An agent that blocks while waiting, for example in
-a synchronous client, has a process to itself: a process receives another job only once it responds, and the pool grows
+a synchronous client, has a process to itself. A process receives another job only once it responds. The pool grows
 while jobs are waiting and processes are blocked.
 
-If a process ends, each of its unfinished rollouts runs again in its own process, and fails only if that process ends
-too. Thus a bug in one rollout does not make the others fail.
+If a process ends, each of its unfinished rollouts runs again in its own process. A rollout fails only if that process
+ends too, so a bug in one rollout does not make the others fail.
 """
 
 from __future__ import annotations

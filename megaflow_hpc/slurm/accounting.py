@@ -34,8 +34,7 @@ WAITING = HELD | {"PENDING", "REQUEUED", "REQUEUE_FED", "EXPEDITING"}
 """States of jobs without an allocation."""
 
 UNLAUNCHED = "launch failed requeued held"
-"""Slurm's reason for a job that a node could not start, for example because the prolog failed or slurmd did not
-respond."""
+"""Slurm's reason for a job that a node could not start, for example because the prolog failed."""
 
 _FIELDS = "%i|%T|%S|%e|%N|%r"
 """Output format for squeue. The reason comes last because it may contain free text from an administrator."""

@@ -1,8 +1,8 @@
 """Checks whether a partition can ever run a job, and chooses a walltime if the campaign sets none.
 
-The checks cover the walltime, the number of nodes and the resources of a single node. Without these checks, Slurm would
-accept an impossible job and keep it pending forever (PartitionTimeLimit, PartitionConfig), or reject it without naming
-the campaign key. The checks name the key and the limit.
+The checks cover the walltime, the number of nodes and the resources of a single node. Without them, Slurm would keep an
+impossible job pending forever (PartitionTimeLimit, PartitionConfig), or reject it without naming the campaign key. The
+checks name the key and the limit.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ def takes_whole_nodes(options: Mapping[str, Any]) -> bool:
 def charged(options: Mapping[str, Any]) -> limits.Amounts:
     """Returns the resources that accounting charges for a job.
 
-    A job that takes whole nodes is charged for all CPUs and GPUs of its nodes, but only for the requested memory
+    A job that takes whole nodes is charged for all their CPUs and GPUs, but only for the memory that it requests
     (sbatch --exclusive).
     """
     amounts = limits.asked(options)
