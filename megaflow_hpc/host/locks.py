@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.005, 0.1
@@ -76,11 +76,19 @@ def locked(path: Path, *, shared: bool = False, timeout_s: float = math.inf) -> 
 
 
 @contextmanager
-def locked_if_supported(path: Path) -> Iterator[None]:
-    """Holds a file's lock for the duration of the block. Holds no lock if the file system does not support locks."""
+def locked_if_supported(path: Path, *, timeout_s: float = math.inf) -> Iterator[None]:
+    """Holds a file's lock for the duration of the block. Holds no lock if the file system does not support locks.
+
+    Raises:
+        TimeoutError: Another process holds the lock.
+    """
     with ExitStack() as lock:
-        with suppress(OSError):
-            lock.enter_context(locked(path))
+        try:
+            lock.enter_context(locked(path, timeout_s=timeout_s))
+        except TimeoutError:
+            raise
+        except OSError:
+            pass  # the file system does not support locks
         yield
 
 
