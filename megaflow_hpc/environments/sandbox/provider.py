@@ -131,7 +131,7 @@ class ApptainerProvider:
         return await open_terminal(sandbox.exec, await sandbox.control(), interpreter, env)
 
     async def stage(self, image: str) -> str:
-        """Unpacks ``image`` into the node's cache if it is missing. Returns the path of its bottom tree."""
+        """Unpacks ``image`` into the node's cache if it is missing. Returns the directory of its lowest layer."""
         rootfs = await self._acquire(image)
         rootfs.release()
         return rootfs.base
