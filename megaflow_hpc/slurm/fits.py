@@ -189,10 +189,10 @@ def _partition_refusals(key: str, options: Mapping[str, Any]) -> list[str]:
     memory = job.get("mem", 0) // max(1, nodes)
     cpus = math.ceil(job["cpu"] / max(1, nodes))
     if nodes > (most := max(p.nodes for p in partitions)):
-        reasons.append(f"{key}.nodes: {nodes} nodes, and partition {names} has {most}; ask for fewer")
+        reasons.append(f"{key}.nodes: {nodes} nodes, but partition {names} has {most}; ask for fewer")
     if memory > (most := max(p.memory_mb for p in partitions)):
         request = f"{memory / 1000:g} GB on each node"
-        reasons.append(f"{key}.mem_gb: {request}, and a node of partition {names} has {most / 1000:g}; ask for less")
+        reasons.append(f"{key}.mem_gb: {request}, but a node of partition {names} has {most / 1000:g}; ask for less")
     gpu_refusals = _gpu_refusals(key, options, job, partitions)
     # By default, each GPU brings its share of the node's CPUs: then too many GPUs are the only mistake.
     if cpus > (most := max(p.cpus for p in partitions)) and not gpu_refusals:

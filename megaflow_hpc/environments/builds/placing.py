@@ -86,7 +86,7 @@ class Placer:
 
     def _tree(self, directory: int, status: os.stat_result, target: str, how: Placement, *, top: bool) -> None:
         if target.count("/") > MAX_DEPTH:
-            raise ConfigError(f"{how.target}: more than {MAX_DEPTH} directories in one another")
+            raise ConfigError(f"{how.target}: directories nested more than {MAX_DEPTH} deep")
         attributes = self._attributes(status, how)
         archived = _archived(status, how)
         existing = self._view.entry(target)
@@ -95,7 +95,7 @@ class Placer:
             target = self._view.resolve(target)
             existing = self._view.entry(target)
             if existing is None or not existing.is_directory:
-                raise ConfigError(f"/{target}: not a directory in the image, and a link in the way leads there")
+                raise ConfigError(f"/{target}: not a directory in the image, but a link in the target path leads there")
         elif existing is not None and not existing.is_directory and (top or not how.replaces):
             raise ConfigError(f"{target}: a directory cannot be copied over a file or a link")
         if top and existing is not None:

@@ -58,7 +58,7 @@ another thread creates the tree."""
 
 
 class Trees:
-    """The unpacked trees in one directory. Thread-safe."""
+    """Unpacked images and layers in one directory, shared by all builds. Thread-safe."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -60,7 +60,7 @@ class Base:
         try:
             status = os.stat(self.path)
         except OSError as error:
-            raise SandboxError(f"{image}: its base {self.path} is not there ({error.strerror})") from None
+            raise SandboxError(f"{image}: its base {self.path} is missing ({error.strerror})") from None
         if not self.digest and (status.st_size, status.st_mtime_ns) != (self.bytes, self.mtime_ns):
             raise SandboxError(f"{image}: its base {self.path} was changed after it was built; build it again")
 

@@ -150,8 +150,8 @@ def listen_on_host(addresses: Sequence[Address]) -> list[socket.socket]:
             for each in listeners:
                 each.close()
             raise SandboxError(
-                f"{address}:{port}: cannot be listened on ({error.strerror}); with network 'host', services need ports "
-                "from 1024 on; use network 'gateway'"
+                f"{address}:{port}: cannot listen on this address ({error.strerror}); with network 'host', services "
+                "need ports from 1024 on; use network 'gateway'"
             ) from error
     for each in listeners:
         each.setblocking(False)
@@ -165,7 +165,7 @@ def _from_outside(pid: int, wishes: Sequence[str], is_wanted: Callable[[int], bo
     nsenter = shutil.which("nsenter")
     if nsenter is None:
         raise SandboxError(
-            "nsenter: not on PATH, which network 'gateway' needs; install util-linux or use network 'host'"
+            "nsenter: not on PATH, but network 'gateway' needs it; install util-linux or use network 'host'"
         )
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -202,7 +202,7 @@ async def _connect(address: Address, port: int) -> tuple[asyncio.StreamReader, a
         if address.fingerprint:
             certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
             if hashlib.sha256(certificate).hexdigest() != address.fingerprint:
-                raise ConnectionError("another program has taken the place of the service")
+                raise ConnectionError("the certificate is not the service's; another program listens there")
     except BaseException:
         _abort(writer)
         raise

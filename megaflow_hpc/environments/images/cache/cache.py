@@ -128,7 +128,7 @@ def _unpack_sif(facts: ImageFacts, target: Path, apptainer: str) -> int:
     if facts.digest:
         source.unlink()
     elif stamp(facts.path) != before:
-        raise SandboxError(f"{facts.path}: was replaced while it was being unpacked; start again")
+        raise SandboxError(f"{facts.path}: was replaced while it was being unpacked; try again")
     return facts.bytes
 
 
@@ -136,9 +136,7 @@ def _unpack_layer(blob: str, layer: LayerFacts, target: Path, *, marks: bool = F
     try:
         os.stat(blob)
     except OSError as error:
-        raise SandboxError(
-            f"{blob}: the layer is not there ({error.strerror}); build or pull its image again"
-        ) from None
+        raise SandboxError(f"{blob}: the layer is missing ({error.strerror}); build or pull its image again") from None
     unpack(blob, layer, target, marks=marks)
     return layer.bytes
 
@@ -422,7 +420,7 @@ class ImageCache:
         for this process."""
         missing = [name for name in names if not self._index.has(name)]
         for name, maker in self._index.makers(missing).items():
-            for _ in _polls(deadline, "another process that stages it does not finish"):
+            for _ in _polls(deadline, "another process is still unpacking it"):
                 if self._index.has(name) or not self._index.makes(maker, name):
                     break
 

@@ -124,7 +124,7 @@ def _check_lines(path: Path, lines: list[str]) -> None:
         if "\0" in line:
             refusal = "a NUL byte; a Dockerfile is text, remove it"
         elif len(line) > _MAX_LINE_CHARACTERS:
-            refusal = f"a line of {len(line)} characters; Docker takes at most {_MAX_LINE_CHARACTERS}, split it"
+            refusal = f"a line of {len(line)} characters; Docker allows at most {_MAX_LINE_CHARACTERS}, split it"
         elif in_directives and len(line) > _MAX_DIRECTIVE_CHARACTERS:
             refusal = f"a directive of {len(line)} characters; write at most {_MAX_DIRECTIVE_CHARACTERS}"
         elif in_directives and re.match(r"\s*#\s*escape\s*=\s*`", line, re.IGNORECASE):

@@ -77,7 +77,7 @@ class KeepRules:
 
 @dataclass
 class Sifted:
-    """The changed paths of a layer, classified by the rules."""
+    """The paths that an agent changed in a writable layer, classified by :class:`KeepRules`."""
 
     kept: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
@@ -96,7 +96,7 @@ class Sifted:
 
 
 def sift(upper: Path, image: LayerView, rules: KeepRules) -> Sifted:
-    """Classifies the changed paths of a layer as kept or dropped."""
+    """Classifies the changed paths of a writable layer as kept or dropped."""
     sifted = Sifted()
     rules = rules.within(image)
     names: set[str] | None = None
