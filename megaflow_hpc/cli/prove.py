@@ -68,7 +68,7 @@ def _prove(arguments: argparse.Namespace) -> int:
     folder = campaign.runs / time.strftime("prove-%Y%m%dT%H%M%SZ", time.gmtime())
     folder.mkdir(parents=True, mode=0o700)
     slurm = campaign.config.slurm
-    accounts = [name for part in (slurm, *slurm.pods.pools) if (name := part.extra.get("account"))]
+    accounts = [part.extra["account"] for part in (slurm, *slurm.pods.pools) if part.extra.get("account")]
     report = ProofReport(secrets_of(accounts, [folder, Path.home(), campaign.base]))
     report.facts["slurm"] = site.ask("sbatch", "--version").strip()
     place = trials.ProofSite(campaign, image, folder, arguments.wait * 60)

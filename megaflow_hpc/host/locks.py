@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.005, 0.1
@@ -90,6 +90,21 @@ def locked_if_supported(path: Path, *, timeout_s: float = math.inf) -> Iterator[
         except OSError:
             pass  # the file system does not support locks
         yield
+
+
+@contextmanager
+def directory_locked_if_supported(path: Path, *, timeout_s: float = math.inf) -> Iterator[None]:
+    """Holds the lock of an existing directory for the duration of the block.
+
+    Holds no lock if the file system does not support locks, or if the timeout passes.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            lock_descriptor(descriptor, timeout_s=timeout_s)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

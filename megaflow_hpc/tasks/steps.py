@@ -179,8 +179,10 @@ async def verify(
         return await task_format.verify(step, sandbox, replace(context, patch=patches[0]), stay=stay)
 
     verdict = _zero_if_failed(*await _on_kept_state(judge, step, context), names)
-    kept = checkout.to_artifacts(patches[0], f"steps/{name}/" if name else "") if patches else []
-    return replace(verdict, artifacts=[*kept, *verdict.artifacts])
+    if patches:
+        patch = checkout.to_artifacts(patches[0], f"steps/{name}/" if name else "")
+        verdict = replace(verdict, artifacts=[*patch, *verdict.artifacts])
+    return verdict
 
 
 def _zero_if_failed(verdict: Verdict | None, why: str, names: Sequence[str]) -> Verdict:

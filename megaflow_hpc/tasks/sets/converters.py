@@ -373,7 +373,11 @@ def _problem(
     if not pairs or not text.strip():
         raise ValueError(f"problem {name!r}: has no {'statement' if pairs else 'tests'}")
     problem = {"name": function, "limit_s": limit_s, "tests": pairs}
-    how = FUNCTION.format(code=code.rstrip()) if code else f"The tests call `{function}`." if function else PROGRAM
+    how = PROGRAM
+    if code:
+        how = FUNCTION.format(code=code.rstrip())
+    elif function:
+        how = f"The tests call `{function}`."
     files: dict[str, str | bytes] = {
         "instruction.md": text + PROBLEM_TASK.format(how=how, limit_s=limit_s),
         "environment/solution.py": code,

@@ -306,8 +306,10 @@ def fetch(source: SetSource, remote: Remote, directory: Path, say: Callable[[str
     target = directory / remote.path
     target.parent.mkdir(parents=True, exist_ok=True)
     with locked_if_supported(target.with_name(f".{target.name}.lock")):
-        if target.is_file() and remote.fixed and remote.sha256 in ("", digest := digest_of(target)):
-            return target, digest
+        if remote.fixed and target.is_file():
+            digest = digest_of(target)
+            if remote.sha256 in ("", digest):
+                return target, digest
         say(f"downloading {remote.path}" + (f" ({remote.size:,} bytes)" if remote.size else ""))
         return target, _download(source, remote, target)
 
@@ -365,13 +367,13 @@ def _continue(remote: Remote, part: Path, start: int) -> bool:
     with closing(_open(remote.url, headers, hub=remote.hub)) as response:
         continues = response.status == 206 and response.headers.get("Content-Range", "").startswith(f"bytes {start}-")
         length = response.headers.get("Content-Length")
-        expected = (start if continues else 0) + int(length) if length and length.isdigit() else None
         size = start if continues else 0
+        expected = remote.size
+        if expected is None and length and length.isdigit():
+            expected = size + int(length)
         with part.open("ab" if continues else "wb") as file:
             while (remote.size is None or size <= remote.size) and (chunk := response.read(CHUNK)):
                 size += file.write(chunk)
-    if remote.size is not None:
-        expected = remote.size
     return expected is None or size == expected
 
 

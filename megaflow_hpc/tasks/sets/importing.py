@@ -6,15 +6,14 @@ import glob
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.host.atomic import write_json
-from megaflow_hpc.host.locks import lock_descriptor
+from megaflow_hpc.host.locks import directory_locked_if_supported
 from megaflow_hpc.resources import docs
 from megaflow_hpc.tasks.formats import refuse_into
 from megaflow_hpc.tasks.loading import load_tasks
@@ -118,7 +117,7 @@ def import_set(
         )
         if strict and imported.left_out:
             raise Mistakes(imported.left_out)
-        with _alone(output):
+        with directory_locked_if_supported(output):  # only one import at a time replaces results in it
             # Write the record first, because only tasks with a record may be replaced by a repeated call.
             write_json(
                 record,
@@ -167,19 +166,6 @@ def _episodes(
     say(f"reading the pages of {image}")
     version = miniwob.write_tasks(image, seeds, target, refuse_into(left_out))
     return version, *_read_back(target, left_out)
-
-
-@contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Holds a directory's lock, so that only one import at a time replaces results in it. If the file system does not
-    support locks, no lock is held."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with suppress(OSError):
-            lock_descriptor(descriptor)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _local(name: str, task_set: TaskSet, origin: Path) -> list[Path]:

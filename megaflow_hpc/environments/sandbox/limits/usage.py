@@ -461,7 +461,9 @@ class Descriptors:
         """
         is_due = now >= (self._next_urgent_poll if urgent else self._next_poll)
         is_idle = sample.cpu_s == self._cpu_s
-        if not (is_due or now >= self._next_count) or (is_idle and not urgent):
+        if is_idle and not urgent:
+            return
+        if not is_due and now < self._next_count:
             return
         began = time.monotonic()
         held = measure_descriptors(init, sample.pids, is_due)
