@@ -95,14 +95,14 @@ class AgentPool:
         return process
 
     async def _wait(self) -> AgentProcess:
-        place: asyncio.Future[AgentProcess] = asyncio.get_running_loop().create_future()
-        self._waiting.append(place)
+        waiter: asyncio.Future[AgentProcess] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
         self._look_soon()
         try:
-            return await place
+            return await waiter
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled() and place.exception() is None:
-                place.result().send({"ping": True})  # makes the process ready for another job
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                waiter.result().send({"ping": True})  # makes the process ready for another job
             raise
 
     # --- processes ---
@@ -118,8 +118,8 @@ class AgentPool:
             process = await self._zygote.fork("agents", limited=True)
         except UserCodeError as error:
             while self._waiting:
-                if not (place := self._waiting.popleft()).done():
-                    place.set_exception(error)
+                if not (waiter := self._waiting.popleft()).done():
+                    waiter.set_exception(error)
             return
         process.changed = self._changed
         self._processes.append(process)
@@ -130,9 +130,9 @@ class AgentPool:
             self._remove(process)
         if process in self._processes and process.ready and _may_take(process):
             while self._waiting:
-                if not (place := self._waiting.popleft()).done():
+                if not (waiter := self._waiting.popleft()).done():
                     process.ready = False
-                    place.set_result(process)
+                    waiter.set_result(process)
                     return
 
     def _remove(self, process: AgentProcess) -> None:

@@ -99,8 +99,8 @@ def summarise(left_out: Sequence[str]) -> list[str]:
     """
     reasons: dict[str, list[str]] = {}
     for message in left_out:
-        place, _, reason = message.partition(": ")
-        reasons.setdefault(reason, []).append(place)
+        location, _, reason = message.partition(": ")
+        reasons.setdefault(reason, []).append(location)
     ordered = sorted(reasons.items(), key=lambda item: -len(item[1]))
     lines = [
         f"{places[0]}: {reason}" + (f" (and {len(places) - 1} more)" if len(places) > 1 else "")
@@ -109,14 +109,14 @@ def summarise(left_out: Sequence[str]) -> list[str]:
     return lines + [f"… and {len(ordered) - MAX_REASONS} further reasons"] * (len(ordered) > MAX_REASONS)
 
 
-def at_key(place: str, error: ConfigError) -> Mistakes:
+def at_key(location: str, error: ConfigError) -> Mistakes:
     """Returns the errors of a task source.
 
-    A message that does not start with the path of a task's file is prefixed with ``place``, the ``file:line`` of the
+    A message that does not start with the path of a task's file is prefixed with ``location``, the ``file:line`` of the
     source's key.
     """
     messages = error.found if isinstance(error, Mistakes) else [str(error)]
-    return Mistakes([line if line.startswith("/") else f"{place}: {line}" for line in messages])
+    return Mistakes([line if line.startswith("/") else f"{location}: {line}" for line in messages])
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

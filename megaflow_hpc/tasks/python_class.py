@@ -312,13 +312,13 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
     del _instances[sandbox]
     try:
         async with _judge(task, context) if "judge" in extras_of(instance.score) else nullcontext() as judge:
-            known: dict[str, Callable[[], Any]] = {
+            extras: dict[str, Callable[[], Any]] = {
                 "roles": context.roles,
                 "messages": context.messages,
                 "patch": partial(_text, context),
                 "artifacts": partial(_files, context),
             }
-            more = {name: get() for name, get in known.items() if name in extras_of(instance.score)}
+            more = {name: get() for name, get in extras.items() if name in extras_of(instance.score)}
             more |= {"task": task} if "task" in extras_of(instance.score) else {}
             more |= {"judge": judge} if judge else {}
             score = await call(task, instance.score, sandbox, task.verifier_timeout_s, **more)

@@ -138,9 +138,9 @@ def check_turns(rewards: Mapping[str, float], turns: int) -> None:
     Raises:
         UserCodeError: A reward refers to a call that does not exist.
     """
-    known = {f"{TURN_REWARD}{number}" for number in range(turns)}
+    allowed = {f"{TURN_REWARD}{number}" for number in range(turns)}
     for name in rewards:
-        if name not in known and re.fullmatch(rf"{re.escape(TURN_REWARD)}-?\d+", name):
+        if name not in allowed and re.fullmatch(rf"{re.escape(TURN_REWARD)}-?\d+", name):
             raise UserCodeError(
                 f"reward {name!r:.60}: the rollout made {turns} model calls; expected "
                 + (f"{TURN_REWARD}0 to {TURN_REWARD}{turns - 1}" if turns else "no rewards of turns")
@@ -175,8 +175,8 @@ def _imported(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        place = "" if isinstance(error, ModuleNotFoundError) else f" at {origin(error)}"
-        raise ConfigError(f"--with: {name} cannot be imported{place}: {error!r}; correct it") from error
+        location = "" if isinstance(error, ModuleNotFoundError) else f" at {origin(error)}"
+        raise ConfigError(f"--with: {name} cannot be imported{location}: {error!r}; correct it") from error
 
 
 def _digest(files: Sequence[Path]) -> str:

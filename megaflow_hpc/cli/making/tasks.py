@@ -284,8 +284,8 @@ def _list_sets(as_json: bool) -> int:
         (name, each.tasks, each.bytes, each.licence, each.images, each.format or f"not read: {each.unread}")
         for name, each in sets.items()
     ]
-    found = [{"name": name, "page": each.page, **msgspec.to_builtins(each)} for name, each in sets.items()]
-    print_result(as_json, found, table(("name", "tasks", "bytes", "licence", "images", "format"), rows))
+    result = [{"name": name, "page": each.page, **msgspec.to_builtins(each)} for name, each in sets.items()]
+    print_result(as_json, result, table(("name", "tasks", "bytes", "licence", "images", "format"), rows))
     return 0
 
 
@@ -384,10 +384,10 @@ def run_validate(arguments: argparse.Namespace) -> int:
     left_out = list[str]()
     tasks = load_tasks([source], Path.cwd(), images.dockerfiles, services, left_out)
     if arguments.only:
-        known = [task.id for task in tasks]
-        if unknown := sorted(set(arguments.only) - {*known}):
+        ids = [task.id for task in tasks]
+        if unknown := sorted(set(arguments.only) - {*ids}):
             unread: list[str] = []
-            wanted = map(glob.escape, [*unknown, known[0]])  # a source without a valid task is an error
+            wanted = map(glob.escape, [*unknown, ids[0]])  # a source without a valid task is an error
             load_tasks([{"path": source, "include": list(wanted)}], Path.cwd(), left_out=unread)
             raise Mistakes(
                 unread or [f"--only {unknown[0]}: no such task in {arguments.source}; see: megaflow-hpc tasks list"]
@@ -453,8 +453,8 @@ def run_validate(arguments: argparse.Namespace) -> int:
 def _image_beside(task: Path, name: str) -> str:
     from megaflow_hpc.environments.images.sources import match_name
 
-    place = task.parent if task.is_file() else task.parent.parent
-    return str(match_name(name, {"*": f"{place / 'images'}/*.sif"}))
+    directory = task.parent if task.is_file() else task.parent.parent
+    return str(match_name(name, {"*": f"{directory / 'images'}/*.sif"}))
 
 
 def run_new(arguments: argparse.Namespace) -> int:

@@ -200,7 +200,7 @@ class SetSource:
         info, _ = self._json(f"{hub}/api/datasets/{repo}/revision/{version}")
         revision = str(info.get("sha") or self.version) if isinstance(info, dict) else self.version
         quoted = urllib.parse.quote(revision, safe="")
-        found = []
+        remotes = []
         for entry in self._entries(f"{hub}/api/datasets/{repo}/tree/{quoted}?recursive=true"):
             path = entry.path
             if entry.type != "file" or not any(fnmatch.fnmatchcase(path, each) for each in self.task_set.files):
@@ -209,15 +209,15 @@ class SetSource:
                 raise SiteError(f"{self.name}: {hub} lists {path!r}, which is not a file of the set")
             url = f"{hub}/datasets/{repo}/resolve/{quoted}/{urllib.parse.quote(path)}"
             digest = entry.lfs.oid if entry.lfs else ""
-            found.append(Remote(url, path, entry.size, digest, _is_commit(revision), self._gets_token))
-        lacking = {*self.task_set.needed} - {remote.path for remote in found}
-        if not found or lacking:
+            remotes.append(Remote(url, path, entry.size, digest, _is_commit(revision), self._gets_token))
+        lacking = {*self.task_set.needed} - {remote.path for remote in remotes}
+        if not remotes or lacking:
             wanted = ", ".join(sorted(lacking) or self.task_set.files)
             raise ConfigError(
                 f"{self.name}@{self.version}: {repo} has no file {wanted} at this version; name another one "
                 f"(NAME@VERSION, see {self.task_set.page}), or import files that you have with --from DIR"
             )
-        return revision, sorted(found, key=lambda remote: remote.path)
+        return revision, sorted(remotes, key=lambda remote: remote.path)
 
     def _entries(self, url: str) -> list[_Entry]:
         """Returns all entries of a paginated list."""

@@ -182,8 +182,8 @@ def _local(name: str, task_set: TaskSet, origin: Path) -> list[Path]:
         return [archives[0] if len(archives) == 1 else origin]
     patterns = [*task_set.files, *(pattern.rpartition("/")[2] for pattern in task_set.files), "*.jsonl", "*.parquet"]
     for pattern in patterns:
-        if found := sorted(path for path in origin.glob(pattern) if path.is_file()):
-            return found
+        if matches := sorted(path for path in origin.glob(pattern) if path.is_file()):
+            return matches
     raise ConfigError(f"--from {origin}: {name} needs {', '.join(task_set.files)}; none of them is there")
 
 
