@@ -109,7 +109,7 @@ _FILE_REMEDIES = {
     errno.ENOSPC: "free space on that file system, or use another",
     errno.EDQUOT: "remove files, or ask for a larger quota",
     errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
-    errno.EROFS: "use a directory on a file system that can be written",
+    errno.EROFS: "use a directory on a writable file system",
     errno.EIO: "the file system failed; try again, and tell the site if it happens again",
     errno.ESTALE: "the file system failed; try again, and tell the site if it happens again",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",

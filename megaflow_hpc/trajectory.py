@@ -80,9 +80,11 @@ class TokenSequence:
     weight_versions: array[int] = field(default_factory=lambda: array("i"))
     """Version of the weights that sampled each token. -1 for tokens that were not sampled."""
     experts: array[int] = field(default_factory=lambda: array("B"))
-    """Experts that the engine chose for each token, as a flattened array (tokens, layers, experts per token) of
-    native-endian integers of 1 or 2 bytes. A token whose bytes are all 255 (:data:`UNROUTED`) has unknown experts.
-    Empty if the engine does not report experts."""
+    """Numbers of the experts that the engine chose for each token. Empty if the engine does not report experts.
+
+    The array is flattened from (tokens, layers, experts per token). Each number is a native-endian integer of 1 or 2
+    bytes. A token whose bytes are all 255 (:data:`UNROUTED`) has unknown experts.
+    """
     expert_layers: int = 0
     experts_per_token: int = 0
     images: list[ImageSpan] = field(default_factory=list)
@@ -182,14 +184,16 @@ class Recording:
     """For each message, the index of the previous message in its conversation. -1 for the first message of a
     conversation."""
     calls: list[dict[str, Any]] = field(default_factory=list)
-    """For each turn, additional data for replay: the request's ``id``, ``asked`` (a digest of the conversation), the
-    ``api`` that the agent called, the response's ``text`` if it is not a message, and the numbers of prompt and sampled
-    ``tokens`` if no ids are known."""
+    """For each turn, additional data for replay: the request's ``id``, ``asked`` and ``api``.
+
+    ``asked`` is a digest of the conversation, and ``api`` is the API that the agent called. ``text`` is the response if
+    it is not a message. ``tokens`` are the numbers of prompt and sampled tokens if no ids are known.
+    """
     over_budget: str = ""
     """Reason why a call was refused, if the rollout exhausted its budget. Empty otherwise."""
     constrained: int = 0
-    """Number of calls whose tokens have loss mask 0, because request options differed from the policy's sampling
-    settings or constrained the response."""
+    """Number of calls whose tokens have loss mask 0. Their request options differed from the policy's sampling
+    settings, or constrained the response."""
     inexact: int = 0
     """Number of calls recorded with less detail than an engine can provide: ``plain`` instead of ``split``, or only
     ``text``."""

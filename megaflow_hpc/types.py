@@ -371,8 +371,8 @@ def checked_rewards(rewards: Mapping[Any, Any]) -> dict[str, float]:
     """Returns named rewards as floats, if a trajectory can store them.
 
     Raises:
-        ValueError: A value is not a finite number in the range of float32, a name is not a text of at most
-            :data:`MAX_NAME_LENGTH` characters, or there are more than :data:`MAX_REWARDS` names.
+        ValueError: A value is not a finite number in the range of float32, or there are more than :data:`MAX_REWARDS`
+            names. Also raised if a name is not a text of at most :data:`MAX_NAME_LENGTH` characters.
     """
     checked: dict[str, float] = {}
     for name, value in rewards.items():
@@ -471,8 +471,9 @@ class Verdict:
     def of(cls, rewards: Mapping[str, float], output: str = "", artifacts: Sequence[Artifact] = ()) -> Verdict:
         """Creates a verdict from named rewards. The verdict's reward is their :func:`main_reward`.
 
-        If all rewards belong to turns or sequences, the verdict has an error. Without it, every rollout of the group
-        would get reward 0, and the user would not learn why none of them is used for training.
+        If all rewards belong to turns or sequences, the verdict has an error. Otherwise every rollout of the group
+        would
+        get reward 0, and the user would not learn why training uses none of them.
         """
         kept = {name: value + 0.0 for name, value in rewards.items()}  # turns -0.0 into 0.0
         reward = main_reward(kept)

@@ -82,10 +82,11 @@ class CommandAgent:
                 settings = Path(folder) / "settings"
                 settings.write_text(json.dumps(_filled(content, variables)))
                 await sandbox.upload(str(settings), f"{HOME_PATH}/{path}")
-            if task.mcp_servers and (place := MCP_FILES.get(self._preset)):
+            mcp_file = MCP_FILES.get(self._preset)
+            if task.mcp_servers and mcp_file:
                 servers = Path(folder) / "servers"
                 servers.write_text(mcp_text(self._preset, task.mcp_servers))
-                await sandbox.upload(str(servers), f"{HOME_PATH}/{place}")
+                await sandbox.upload(str(servers), f"{HOME_PATH}/{mcp_file}")
         result = await sandbox.exec(self.command, cwd=task.workdir, env=variables, user_input=b"")
         error = ""
         if result.exit_code != 0:

@@ -292,7 +292,7 @@ def _block(text: str) -> str:
 
 def _last_object(text: str) -> Any:
     """Returns the last JSON object in a text that has the key ``action``, or ``None``."""
-    found, position, failures = None, text.find("{"), 0
+    action, position, failures = None, text.find("{"), 0
     decoder = json.JSONDecoder()
     while position >= 0 and failures < 1000:
         try:
@@ -300,9 +300,9 @@ def _last_object(text: str) -> Any:
         except (ValueError, RecursionError):
             end, failures = position + 1, failures + 1
         else:
-            found = value if "action" in value else found
+            action = value if "action" in value else action
         position = text.find("{", end)
-    return found
+    return action
 
 
 # --- the conversation -------------------------------------------------------------------------------------------------
@@ -476,5 +476,5 @@ def _is_png(data: bytes) -> bool:
     if len(data) < _PNG.size:
         return False
     signature, length, name, width, height = _PNG.unpack_from(data)
-    known = (signature, length, name) == (b"\x89PNG\r\n\x1a\n", 13, b"IHDR")
-    return known and 0 < width * height <= MAX_PICTURE_PIXELS
+    is_header = (signature, length, name) == (b"\x89PNG\r\n\x1a\n", 13, b"IHDR")
+    return is_header and 0 < width * height <= MAX_PICTURE_PIXELS

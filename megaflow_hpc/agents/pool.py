@@ -1,11 +1,11 @@
 """Pool of reusable processes for agents of rollouts without a sandbox. Each process runs several agents at once.
 
 An agent that awaits its model shares its process with other agents. An agent that blocks while waiting, for example in
-a synchronous client, has a process to itself: a process receives another job only once it responds, and the pool grows
+a synchronous client, has a process to itself. A process receives another job only once it responds. The pool grows
 while jobs are waiting and processes are blocked.
 
-If a process ends, each of its unfinished rollouts runs again in its own process, and fails only if that process ends
-too. Thus a bug in one rollout does not make the others fail.
+If a process ends, each of its unfinished rollouts runs again in its own process. A rollout fails only if that process
+ends too, so a bug in one rollout does not make the others fail.
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ class AgentPool:
         return process
 
     async def _wait(self) -> AgentProcess:
-        place: asyncio.Future[AgentProcess] = asyncio.get_running_loop().create_future()
-        self._waiting.append(place)
+        waiter: asyncio.Future[AgentProcess] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
         self._look_soon()
         try:
-            return await place
+            return await waiter
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled() and place.exception() is None:
-                place.result().send({"ping": True})  # makes the process ready for another job
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                waiter.result().send({"ping": True})  # makes the process ready for another job
             raise
 
     # --- processes ---
@@ -118,8 +118,8 @@ class AgentPool:
             process = await self._zygote.fork("agents", limited=True)
         except UserCodeError as error:
             while self._waiting:
-                if not (place := self._waiting.popleft()).done():
-                    place.set_exception(error)
+                if not (waiter := self._waiting.popleft()).done():
+                    waiter.set_exception(error)
             return
         process.changed = self._changed
         self._processes.append(process)
@@ -130,9 +130,9 @@ class AgentPool:
             self._remove(process)
         if process in self._processes and process.ready and _may_take(process):
             while self._waiting:
-                if not (place := self._waiting.popleft()).done():
+                if not (waiter := self._waiting.popleft()).done():
                     process.ready = False
-                    place.set_result(process)
+                    waiter.set_result(process)
                     return
 
     def _remove(self, process: AgentProcess) -> None:

@@ -201,8 +201,7 @@ def _find(name: str) -> Callable[..., Agent]:
 
 
 def _at(error: BaseException) -> str:
-    """Returns the location in the user's code that raised an error, or an empty string if importlib or this module
-    raised it."""
+    """Returns the location in the user's code that raised an error. Empty if importlib or this module raised it."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     last = frames[-1] if frames else None
     return (

@@ -68,19 +68,19 @@ def _prove(arguments: argparse.Namespace) -> int:
     folder = campaign.runs / time.strftime("prove-%Y%m%dT%H%M%SZ", time.gmtime())
     folder.mkdir(parents=True, mode=0o700)
     slurm = campaign.config.slurm
-    accounts = [name for part in (slurm, *slurm.pods.pools) if (name := part.extra.get("account"))]
+    accounts = [part.extra["account"] for part in (slurm, *slurm.pods.pools) if part.extra.get("account")]
     report = ProofReport(secrets_of(accounts, [folder, Path.home(), campaign.base]))
     report.facts["slurm"] = site.ask("sbatch", "--version").strip()
-    place = trials.ProofSite(campaign, image, folder, arguments.wait * 60)
+    proof = trials.ProofSite(campaign, image, folder, arguments.wait * 60)
     wanted = set(arguments.only or TRIALS) - (set() if arguments.preempt else {"preemption"})
     note(f"testing this site in {folder}")
     try:
-        for finding in _trials(place, report, wanted, shlex.split(arguments.preempt)):
+        for finding in _trials(proof, report, wanted, shlex.split(arguments.preempt)):
             kept = report.add(finding)
             if not arguments.json:
                 say_finding(kept, 13)
     finally:
-        if why := place.cancel():
+        if why := proof.cancel():
             left = f"jobs of the trials may still be queued or running: {why}"
             report.add(Finding("clean", "warn", left, "see squeue --me, and end those named prove-… with scancel"))
         written = report.write(folder)
@@ -90,7 +90,7 @@ def _prove(arguments: argparse.Namespace) -> int:
     return SiteError.exit_status if report.failed else 0
 
 
-def _trials(place: ProofSite, report: ProofReport, wanted: set[str], preempting: list[str]) -> Iterator[Finding]:
+def _trials(proof: ProofSite, report: ProofReport, wanted: set[str], preempting: list[str]) -> Iterator[Finding]:
     """Runs the selected trials. Submits all of their jobs at the start, except those of the preemption trial."""
     from megaflow_hpc.prove import trials
     from megaflow_hpc.prove.report import Finding
@@ -100,7 +100,7 @@ def _trials(place: ProofSite, report: ProofReport, wanted: set[str], preempting:
         if name not in wanted:
             continue
         try:
-            run = start(place)
+            run = start(proof)
         except ERRORS as error:
             yield Finding(name, "FAIL", f"not submitted: {error}", f"{CORRECT}: --only {name}")
             continue
@@ -109,16 +109,16 @@ def _trials(place: ProofSite, report: ProofReport, wanted: set[str], preempting:
             continue
         runs.append(run)
     if "nodes" in wanted:
-        yield from _guarded("nodes", _nodes(place, report))
+        yield from _guarded("nodes", _nodes(proof, report))
     for run in runs:
         note(f"waiting for {run.path.name}: {run.path}")
-        yield from _guarded(run.path.name, trials.campaign_findings(place, run, report))
+        yield from _guarded(run.path.name, trials.campaign_findings(proof, run, report))
     if "preemption" in wanted:
-        yield from _guarded("preemption", _preemption(place, report, preempting))
+        yield from _guarded("preemption", _preemption(proof, report, preempting))
     else:
         yield Finding("preemption", "skip", "not asked for", "give sbatch options of a job that preempts: --preempt")
-    if place.nodes_used:
-        yield from _guarded("clean", _leftover_processes(place))
+    if proof.nodes_used:
+        yield from _guarded("clean", _leftover_processes(proof))
 
 
 def _guarded(name: str, findings: Iterator[Finding]) -> Iterator[Finding]:
@@ -131,41 +131,41 @@ def _guarded(name: str, findings: Iterator[Finding]) -> Iterator[Finding]:
         yield Finding(name, "FAIL", f"not finished: {error}", CORRECT)
 
 
-def _preemption(place: ProofSite, report: ProofReport, options: list[str]) -> Iterator[Finding]:
+def _preemption(proof: ProofSite, report: ProofReport, options: list[str]) -> Iterator[Finding]:
     from megaflow_hpc.prove import trials
 
-    run = trials.start_preempted(place)
+    run = trials.start_preempted(proof)
     note(f"waiting for {run.path.name}: {run.path}")
-    yield from trials.preemption_findings(place, run, options, report)
+    yield from trials.preemption_findings(proof, run, options, report)
 
 
-def _nodes(place: ProofSite, report: ProofReport) -> Iterator[Finding]:
+def _nodes(proof: ProofSite, report: ProofReport) -> Iterator[Finding]:
     from megaflow_hpc.prove import trials
     from megaflow_hpc.prove.report import Finding
 
-    nodes = place.pod_nodes
+    nodes = proof.pod_nodes
     try:
-        job, folder = trials.submit_nodes(place, "nodes", "", nodes)
+        job, folder = trials.submit_nodes(proof, "nodes", "", nodes)
     except SiteError as error:
         yield Finding("nodes", "FAIL", f"not submitted: {error}", "correct slurm.pods of the campaign file")
         return
     note(f"waiting for job {job} on {nodes} nodes")
-    if not trials.wait_for([job], place.wait_s):
-        found = f"job {job} did not end within {place.wait_s / 60:g} minutes"
+    if not trials.wait_for([job], proof.wait_s):
+        found = f"job {job} did not end within {proof.wait_s / 60:g} minutes"
         yield Finding("nodes", "FAIL", found, trials.QUEUED)
         return
     yield from trials.nodes_findings(folder, nodes, report)
 
 
-def _leftover_processes(place: ProofSite) -> Iterator[Finding]:
+def _leftover_processes(proof: ProofSite) -> Iterator[Finding]:
     """Searches the nodes that the campaigns used for leftover processes."""
     from megaflow_hpc.prove import trials
 
-    place.cancel()
-    place.wait_until_gone()
-    used = sorted(place.nodes_used)
-    arguments = f"--left {shlex.quote(str(place.folder))}"
-    job, folder = trials.submit_nodes(place, "left", arguments, len(used), ",".join(used))
+    proof.cancel()
+    proof.wait_until_gone()
+    used = sorted(proof.nodes_used)
+    arguments = f"--left {shlex.quote(str(proof.folder))}"
+    job, folder = trials.submit_nodes(proof, "left", arguments, len(used), ",".join(used))
     note(f"waiting for job {job}, which looks for leftover processes on {', '.join(used)}")
-    trials.wait_for([job], place.wait_s)
+    trials.wait_for([job], proof.wait_s)
     yield from trials.left_findings(folder)

@@ -76,7 +76,7 @@ def only_by_root() -> bool:
     """Returns whether only root can create user namespaces, so that containers need a setuid Apptainer.
 
     In that case, commands run as the caller, without any capabilities. If namespaces are available, a setuid Apptainer
-    is as safe as an unprivileged one, because it has no privileges inside a user namespace.
+    is as safe as an unprivileged one. Inside a user namespace it has no privileges.
     """
     return os.geteuid() != 0 and shutil.which("unshare") is not None and not unshare()
 

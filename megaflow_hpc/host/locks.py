@@ -76,12 +76,35 @@ def locked(path: Path, *, shared: bool = False, timeout_s: float = math.inf) -> 
 
 
 @contextmanager
-def locked_if_supported(path: Path) -> Iterator[None]:
-    """Holds a file's lock for the duration of the block. Holds no lock if the file system does not support locks."""
+def locked_if_supported(path: Path, *, timeout_s: float = math.inf) -> Iterator[None]:
+    """Holds a file's lock for the duration of the block. Holds no lock if the file system does not support locks.
+
+    Raises:
+        TimeoutError: Another process holds the lock.
+    """
     with ExitStack() as lock:
-        with suppress(OSError):
-            lock.enter_context(locked(path))
+        try:
+            lock.enter_context(locked(path, timeout_s=timeout_s))
+        except TimeoutError:
+            raise
+        except OSError:
+            pass  # the file system does not support locks
         yield
+
+
+@contextmanager
+def directory_locked_if_supported(path: Path, *, timeout_s: float = math.inf) -> Iterator[None]:
+    """Holds the lock of an existing directory for the duration of the block.
+
+    Holds no lock if the file system does not support locks, or if the timeout passes.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            lock_descriptor(descriptor, timeout_s=timeout_s)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

@@ -19,6 +19,8 @@ class MountInfo:
     type: str = ""
     options: tuple[str, ...] = ()
     """Options of the mount and of the mounted file system."""
+    device: str = ""
+    """Source of the mounted file system, such as ``/dev/sda1`` or ``server:/export``."""
 
     def cached_s(self) -> int:
         """Returns the number of seconds for which an NFS client may cache attributes (acregmax, acdirmax). Default:
@@ -52,7 +54,8 @@ def mount_of(path: str | os.PathLike[str], mountinfo: str | None = None) -> Moun
         # If two mounts have the same path, the later one hides the earlier one.
         if is_inside and len(point) >= len(mount.point):
             options = [*fields[5].split(","), *(rest[2].split(",") if len(rest) > 2 else [])]
-            mount = MountInfo(point, rest[0], tuple(options))
+            device = rest[1] if len(rest) > 1 else ""
+            mount = MountInfo(point, rest[0], tuple(options), device)
     return mount
 
 

@@ -7,13 +7,12 @@ import stat
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.locks import lock_descriptor
+from megaflow_hpc.host.locks import directory_locked_if_supported
 from megaflow_hpc.host.process import Identity, mapped_files, processes, user_name
 
 SHARED_MEMORY = "/dev/shm"
@@ -23,7 +22,7 @@ starting."""
 POD_DIRECTORY, BUILD_DIRECTORY = "megaflow-pod", "megaflow-build"
 """Kinds of private directories. Each directory is named ``KIND.HOST.PID-START.RANDOM`` after the process that created
 it."""
-_TURN_S = 5.0
+_LOCK_TIMEOUT_S = 5.0
 """Maximum wait in seconds for the lock on the base directory, which another user may hold."""
 
 
@@ -153,7 +152,7 @@ def own_directory(base: Path, name: str) -> Path:
     if is_private(plain):
         return private_directory(plain)
     try:
-        with _turn(base):
+        with directory_locked_if_supported(base, timeout_s=_LOCK_TIMEOUT_S):
             others = _others(base, name)
             return private_directory(others[0]) if others else Path(tempfile.mkdtemp(prefix=f"{name}.", dir=base))
     except OSError as error:
@@ -176,18 +175,6 @@ def _others(base: Path, name: str) -> list[Path]:
     except OSError:  # users may create entries in this directory but not list it
         return []
     return [base / entry for entry in names if is_private(base / entry)]
-
-
-@contextmanager
-def _turn(base: Path) -> Iterator[None]:
-    """Holds a lock on ``base`` to serialize this user's processes. Proceeds without the lock after :data:`_TURN_S`."""
-    descriptor = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with suppress(OSError):
-            lock_descriptor(descriptor, timeout_s=_TURN_S)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 # --- directories and shared memory of killed processes ---------------------------------------------------------------

@@ -216,8 +216,10 @@ def user_name(uid: int) -> str:
 
 
 MAX_DESCRIPTORS = 65_536
-"""Soft limit for processes with many connections, if the hard limit allows it. It is lower than the hard limit, which
-may be millions, because child processes inherit it and some programs loop over all possible descriptors.
+"""Soft limit on descriptors for processes with many connections, if the hard limit allows it.
+
+The hard limit may be millions. Child processes inherit the soft limit, and some programs loop over all possible
+descriptors.
 """
 
 

@@ -130,11 +130,11 @@ class ApptainerSandboxEnvironment(SandboxEnvironment):
         interrupted: bool,
     ) -> None:
         for environment in environments.values():
-            found = environment.as_type(cls)
+            own = environment.as_type(cls)
             try:
-                await found._sandbox.stop()
+                await own._sandbox.stop()
             finally:
-                await release_provider(found._owner)
+                await release_provider(own._owner)
 
     # --- use ------------------------------------------------------------------------------------------------------
 

@@ -87,7 +87,9 @@ class Outcomes:
         before = self._kept.get(event.id)
         # A success replaces a failure (resume --failed), and a later failure replaces an earlier one. Pods may be read
         # in any order.
-        if before and (before.status in VERIFIED or (event.status not in VERIFIED and event.t < before.t)):
+        if before and before.status in VERIFIED:
+            return
+        if before and event.status not in VERIFIED and event.t < before.t:
             return
         self._kept[event.id] = event
 

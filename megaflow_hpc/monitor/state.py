@@ -70,7 +70,7 @@ def lives(*, ended: bool, runs: bool | None, process: bool | None, silent_s: flo
 
 @dataclass
 class PodView:
-    """A start of a pod, according to its events and its lease."""
+    """One start of a pod, as described by its events and its lease. A requeued pod starts again."""
 
     name: str
     state: str = "starting"

@@ -69,11 +69,11 @@ class Monitor:
         self._events = EventReader(run.events, use_summaries=True, restart=self._restart)
         self._outcomes = Outcomes()
         self._starts: dict[str, PodView] = {}
-        """Pod starts whose events were not condensed, by ``<pod>.<start>``."""
+        """Views of pod starts whose events are read one by one, by ``<pod>.<start>``."""
         self._condensed: dict[str, Condensed] = {}
-        """Condensed starts of each pod, by pod name."""
+        """Summaries of each pod's earlier starts, whose events were condensed, by pod name."""
         self._last_condensed: dict[str, PodView] = {}
-        """The last condensed start of each pod, by pod name. Shown if no later start has events."""
+        """View of each pod's last condensed start, by pod name. Shown if no later start has events."""
         self._lost: dict[str, tuple[float, str]] = {}
         """Maps each start of a lost pod to (monotonic time when its log was read, cause found in the log)."""
         self._processes: dict[str, Identity] = {}

@@ -1,4 +1,4 @@
-"""Core and GPU time held by a campaign, from the start to the end of each allocation, and how much of it was idle.
+"""Core and GPU time that a campaign's allocations held from start to end, and how much of it was idle.
 
 A pod is idle while none of its own rollouts is running: it is starting, waiting for an engine, or out of work. An
 engine is idle while no rollout of the campaign is running. Times come from Slurm's accounting and from the

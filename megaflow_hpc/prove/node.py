@@ -300,7 +300,7 @@ def _gpus() -> int | None:
 
 def left(mark: str) -> list[str]:
     """Returns the command lines of this user's processes that mention ``mark``, except processes of this job."""
-    found, own, pid = [], set[int](), os.getpid()
+    lines, own, pid = [], set[int](), os.getpid()
     while pid:
         own.add(pid)
         pid = parent(pid)
@@ -313,8 +313,8 @@ def left(mark: str) -> list[str]:
         except OSError:  # it has ended, or belongs to another user
             continue
         if mark.encode() in mentioned and b"megaflow_hpc.prove.node" not in line:
-            found.append(f"{entry} {line.replace(bytes(1), b' ').decode(errors='replace').strip()}")
-    return found
+            lines.append(f"{entry} {line.replace(bytes(1), b' ').decode(errors='replace').strip()}")
+    return lines
 
 
 STEPS = ("new_files", "links", "renames", "appended", "rewritten", "network")

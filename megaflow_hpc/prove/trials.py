@@ -65,7 +65,7 @@ def _without_own(section: Mapping[str, Any] | None) -> dict[str, Any]:
 
 @dataclass
 class ProofSite:
-    """The user's campaign and site, from which trials are derived.
+    """The user's campaign and site, from which ``prove`` derives its test campaigns (the trials).
 
     Args:
         campaign: The user's campaign, with its partitions, accounts, ``setup`` lines and images.

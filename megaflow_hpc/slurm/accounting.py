@@ -34,8 +34,7 @@ WAITING = HELD | {"PENDING", "REQUEUED", "REQUEUE_FED", "EXPEDITING"}
 """States of jobs without an allocation."""
 
 UNLAUNCHED = "launch failed requeued held"
-"""Slurm's reason for a job that a node could not start, for example because the prolog failed or slurmd did not
-respond."""
+"""Slurm's reason for a job that a node could not start, for example because the prolog failed."""
 
 _FIELDS = "%i|%T|%S|%e|%N|%r"
 """Output format for squeue. The reason comes last because it may contain free text from an administrator."""
@@ -222,18 +221,18 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     ("Priority", "jobs of higher priority are ahead", ""),
     ("Dependency", "it waits for other jobs of the campaign", ""),
     ("DependencyNeverSatisfied", "a job that it waits for failed", "cancel RUN, then resume RUN"),
-    ("PartitionTimeLimit", "it asks for more time than the partition ever gives", _TIME),
-    ("PartitionNodeLimit", "it asks for more nodes than the partition gives one job", "ask for fewer nodes"),
-    ("PartitionDown|PartitionInactive", "its partition takes no jobs now", "wait, or resume RUN --partition NAME"),
+    ("PartitionTimeLimit", "it requests more time than the partition allows", _TIME),
+    ("PartitionNodeLimit", "it requests more nodes than the partition allows for one job", "ask for fewer nodes"),
+    ("PartitionDown|PartitionInactive", "its partition accepts no jobs now", "wait, or resume RUN --partition NAME"),
     ("PartitionConfig", "its partition does not allow such a job", "see: scontrol show partition"),
     (
         "BadConstraints|NodeConfig",
-        "no node has what it asks for",
-        "ask for less of memory, CPUs or GPUs per node; see: sinfo -Nl",
+        "no node has the resources that it requests",
+        "request less memory, or fewer CPUs or GPUs per node; see: sinfo -Nl",
     ),
     (
         "ReqNodeNotAvail.*|Nodes.required.for.job.are.DOWN.*",
-        "nodes that it needs are down, drained or reserved, for a maintenance perhaps",
+        "nodes that it needs are down, drained or reserved, perhaps for maintenance",
         "a shorter --time may fit before it; see: scontrol show reservation, sinfo -R",
     ),
     ("Reservation", "it waits for its reservation", ""),
@@ -265,15 +264,15 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     ("Licenses", "it waits for licenses that other jobs use", ""),
     ("InvalidAccount|AccountNotAllowed", "its account may not run there", "correct slurm.account"),
-    ("InvalidQOS|QOSNotAllowed", "its QOS may not be used there", "correct slurm.qos"),
+    ("InvalidQOS|QOSNotAllowed", "its QOS is not allowed there", "correct slurm.qos"),
     (
         "(QOS|Assoc)(Max|Grp).*Minutes.*|QOSUsageThreshold",
-        "the allocation of time is used up",
+        "the account's time allocation is used up",
         "ask the site for more time, or name another account",
     ),
     (
         "(QOS|Assoc)Max.*Wall.*|(QOS|Assoc)GrpWall.*",
-        "it asks for more time than the account or QOS gives",
+        "it requests more time than the account or QOS allows",
         _TIME,
     ),
     (
@@ -283,7 +282,7 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "(QOS|Assoc)(Max|Grp).*PerJob.*|MaxMemPerLimit",
-        "it asks for more than one job of the account or QOS may have",
+        "it requests more than the account or QOS allows for one job",
         "ask for less, or name another account or QOS",
     ),
     (
@@ -291,7 +290,7 @@ REASONS: tuple[tuple[str, str, str], ...] = (
         "the account's or QOS' limit of resources is reached",
         "it starts when some of them end; scale RUN --pods N asks for fewer",
     ),
-    ("QOSMin.*", "it asks for less than the QOS takes", "see: sacctmgr show qos"),
+    ("QOSMin.*", "it requests less than the QOS requires", "see: sacctmgr show qos"),
 )
 """Rows of pattern, meaning and remedy. The pattern must match a complete reason code, and the first match wins."""
 

@@ -222,7 +222,10 @@ class Arrays:
             for line in output.splitlines():
                 element, _, comment = line.partition("|")  # 12_[0-3], 12_4, or 12+1 for a heterogeneous job
                 array = named(element.partition("_")[0].partition("+")[0], cluster)
-                if comment == self.run.path.name and array not in ids and (role := _role(self.run, array)):
+                if comment != self.run.path.name or array in ids:
+                    continue
+                role = _role(self.run, array)
+                if role:
                     ids.add(array)
                     self._record(array, role, None)
 

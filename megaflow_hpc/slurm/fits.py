@@ -1,8 +1,8 @@
 """Checks whether a partition can ever run a job, and chooses a walltime if the campaign sets none.
 
-The checks cover the walltime, the number of nodes and the resources of a single node. Without these checks, Slurm would
-accept an impossible job and keep it pending forever (PartitionTimeLimit, PartitionConfig), or reject it without naming
-the campaign key. The checks name the key and the limit.
+The checks cover the walltime, the number of nodes and the resources of a single node. Without them, Slurm would keep an
+impossible job pending forever (PartitionTimeLimit, PartitionConfig), or reject it without naming the campaign key. The
+checks name the key and the limit.
 """
 
 from __future__ import annotations
@@ -189,10 +189,10 @@ def _partition_refusals(key: str, options: Mapping[str, Any]) -> list[str]:
     memory = job.get("mem", 0) // max(1, nodes)
     cpus = math.ceil(job["cpu"] / max(1, nodes))
     if nodes > (most := max(p.nodes for p in partitions)):
-        reasons.append(f"{key}.nodes: {nodes} nodes, and partition {names} has {most}; ask for fewer")
+        reasons.append(f"{key}.nodes: {nodes} nodes, but partition {names} has {most}; ask for fewer")
     if memory > (most := max(p.memory_mb for p in partitions)):
         request = f"{memory / 1024:.4g}G on each node"
-        reasons.append(f"{key}.mem: {request}, and a node of partition {names} has {most / 1024:.4g}G; ask for less")
+        reasons.append(f"{key}.mem: {request}, but a node of partition {names} has {most / 1024:.4g}G; ask for less")
     gpu_refusals = _gpu_refusals(key, options, job, partitions)
     # By default, each GPU brings its share of the node's CPUs: then too many GPUs are the only mistake.
     if cpus > (most := max(p.cpus for p in partitions)) and not gpu_refusals:
@@ -253,7 +253,7 @@ def takes_whole_nodes(options: Mapping[str, Any]) -> bool:
 def charged(options: Mapping[str, Any]) -> limits.Amounts:
     """Returns the resources that accounting charges for a job.
 
-    A job that takes whole nodes is charged for all CPUs and GPUs of its nodes, but only for the requested memory
+    A job that takes whole nodes is charged for all their CPUs and GPUs, but only for the memory that it requests
     (sbatch --exclusive).
     """
     amounts = limits.asked(options)

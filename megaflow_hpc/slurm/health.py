@@ -66,7 +66,7 @@ def why_no_pmi(plugin: str) -> str:
     """
     library = mpi_library()
     if plugin == "cray_shasta" and library and "cray" not in library.lower():
-        return f"srun offers neither pmi2 nor pmix but cray_shasta, which {library} does not speak"
+        return f"srun offers neither pmi2 nor pmix but cray_shasta, which {library} does not support"
     return ""
 
 

@@ -200,8 +200,8 @@ walltime."""
 
 
 def request_rate() -> tuple[float, float]:
-    """Returns the number of requests that this user may send to slurmctld in one burst, and the number of requests per
-    second thereafter.
+    """Returns the size of a burst of requests that this user may send to slurmctld, and the requests per second
+    thereafter.
 
     slurmctld limits each user with a token bucket if ``SlurmctldParameters`` includes ``rl_enable`` (Slurm 23.02 and
     later).

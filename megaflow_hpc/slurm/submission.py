@@ -85,8 +85,8 @@ POD_VARIABLES = frozenset(("POD", "START", "POD_DIR", "END", "SERVER", "ELASTIC"
 def inherited(environment: Iterable[str]) -> list[str]:
     """Returns the names of the environment variables that a submitted job must not inherit.
 
-    These variables describe the job, step or MPI world around this process, and Slurm and MPI would apply them to the
-    new job. ``SBATCH_…`` variables are included because they override the options in a script.
+    They describe the job, step or MPI world around this process. Slurm and MPI would apply them to the new job.
+    ``SBATCH_…`` variables are included because they override the options in a script.
     """
     foreign = re.compile(r"(SLURMD?|SBATCH|SRUN|SALLOC|PMIX?|OMPI|PRTE|HYDRA|HYDI|I_MPI_HYDRA)_")
     mine = {f"MEGAFLOW_{name}" for name in POD_VARIABLES}
@@ -126,8 +126,7 @@ KEYS = (
     ("memory|--mem", "slurm.{role}.mem"),
     ("licen[cs]e", "slurm.licenses"),
 )
-"""Pairs of a pattern in an error message from Slurm or the site, and the campaign key that probably causes the
-error."""
+"""Maps patterns in an error message from Slurm or the site to the campaign key that probably causes the error."""
 
 
 def keys_of(role: str, words: str) -> list[str]:

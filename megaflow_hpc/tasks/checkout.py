@@ -144,7 +144,7 @@ def read_note(sandbox: ApptainerSandbox) -> bytes:
 
 
 def write_note(sandbox: ApptainerSandbox, content: bytes) -> None:
-    """Copies the record of an earlier sandbox to the sandbox that continues the agent's work."""
+    """Writes a record from :func:`read_note` for another sandbox that continues the agent's work."""
     if content:
         write_atomic(Path(sandbox.directory, NOTE), content)
 

@@ -195,7 +195,7 @@ class TaskFormat:
         """Restores the artifacts that the task declares from a stored rollout's artifacts.
 
         Args:
-            stored: artifacts by name.
+            stored: Artifacts by name.
 
         Returns:
             True if the tests need no other files from the agent.

@@ -99,8 +99,7 @@ class JudgedLayer:
         self._prepare(paths)
 
     def leave(self, paths: LayerPaths) -> None:
-        """Restores the agent's layer, except that the tests' changes at the kept paths are kept and the image's own
-        programs are restored."""
+        """Restores the agent's layer and the image's own programs. Keeps the tests' changes at the kept paths."""
         self._put_back(paths)
         upperdir.restore(paths.upper, paths.image, self._kept)
 

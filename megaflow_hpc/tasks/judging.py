@@ -114,12 +114,12 @@ class Judge:
         """Returns a reward model's number for a conversation, before any activation function.
 
         Args:
-            messages: a conversation in OpenAI format.
-            model: one of :attr:`reward_models`. Default: the first.
+            messages: A conversation in OpenAI format.
+            model: One of :attr:`reward_models`. Default: the first.
 
         Raises:
-            ModelServiceError: no engine answers.
-            UserCodeError: the campaign has no reward model, or the request is invalid.
+            ModelServiceError: No engine answers.
+            UserCodeError: The campaign has no reward model, or the request is invalid.
         """
         if not (model or self.reward_models):
             raise UserCodeError("judge.reward: no judge of the campaign is a reward model; add one with judge: reward")
@@ -185,7 +185,7 @@ class Rubric(msgspec.Struct, forbid_unknown_fields=True):
         """Returns 1 or 0 for each criterion, and their weighted mean as ``reward``.
 
         Args:
-            judge: The judges. A synchronous task ``score`` passes them as it got them, and may return this coroutine.
+            judge: The judges that the task's ``score`` received. A synchronous ``score`` may return this coroutine.
             messages: The conversation to rate.
 
         Raises:

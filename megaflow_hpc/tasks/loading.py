@@ -33,14 +33,14 @@ def load_tasks(
     Args:
         sources: ``{path, include, exclude, limit}`` as in the campaign file. A bare string is a path. Paths are globs
             relative to ``base_dir``. ``include`` and ``exclude`` are shell patterns for ids.
-        dockerfiles: reads the tasks' Dockerfiles, so that images can be resolved later.
-        services: the campaign's services, which are added to every task.
+        dockerfiles: Reads the tasks' Dockerfiles, so that images can be resolved later.
+        services: The campaign's services, which are added to every task.
         left_out: List to which the error of each task that cannot be read or tested is appended. In a ``strict``
             source, such a task is an error. If ``None``, every source is strict.
 
     Raises:
-        ConfigError: a task and the campaign have a service with the same name.
-        Mistakes: a source has no valid tasks, a strict source has an invalid task, or ids are duplicated.
+        ConfigError: A task and the campaign have a service with the same name.
+        Mistakes: A source has no valid tasks, a strict source has an invalid task, or ids are duplicated.
     """
     dockerfiles = dockerfiles or Dockerfiles()
     tasks: dict[str, Task] = {}
@@ -93,12 +93,14 @@ MAX_REASONS = 10
 
 
 def summarise(left_out: Sequence[str]) -> list[str]:
-    """Returns one line per reason why tasks were left out, with the location of the first task and the number of other
-    tasks. The most frequent reasons come first."""
+    """Returns one line per reason why tasks were left out, the most frequent reason first.
+
+    Each line names the location of the first task and the number of other tasks.
+    """
     reasons: dict[str, list[str]] = {}
     for message in left_out:
-        place, _, reason = message.partition(": ")
-        reasons.setdefault(reason, []).append(place)
+        location, _, reason = message.partition(": ")
+        reasons.setdefault(reason, []).append(location)
     ordered = sorted(reasons.items(), key=lambda item: -len(item[1]))
     lines = [
         f"{places[0]}: {reason}" + (f" (and {len(places) - 1} more)" if len(places) > 1 else "")
@@ -107,11 +109,14 @@ def summarise(left_out: Sequence[str]) -> list[str]:
     return lines + [f"… and {len(ordered) - MAX_REASONS} further reasons"] * (len(ordered) > MAX_REASONS)
 
 
-def at_key(place: str, error: ConfigError) -> Mistakes:
-    """Returns the errors of a task source. Messages that do not start with the path of a task's file are prefixed with
-    ``place``, the ``file:line`` of the source's key."""
+def at_key(location: str, error: ConfigError) -> Mistakes:
+    """Returns the errors of a task source.
+
+    A message that does not start with the path of a task's file is prefixed with ``location``, the ``file:line`` of the
+    source's key.
+    """
     messages = error.found if isinstance(error, Mistakes) else [str(error)]
-    return Mistakes([line if line.startswith("/") else f"{place}: {line}" for line in messages])
+    return Mistakes([line if line.startswith("/") else f"{location}: {line}" for line in messages])
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -144,8 +149,7 @@ def in_image_directories(
     images: Images,
     mapping: ImageMapping,
 ) -> list[Task]:
-    """Sets each task's working directory, if missing, from its image, or from the base image if the image has yet to be
-    built.
+    """Sets each task's missing working directory from its image. If the image has yet to be built, uses its base image.
 
     Args:
         tasks: The tasks to complete.

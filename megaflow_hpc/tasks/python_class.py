@@ -312,13 +312,13 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
     del _instances[sandbox]
     try:
         async with _judge(task, context) if "judge" in extras_of(instance.score) else nullcontext() as judge:
-            known: dict[str, Callable[[], Any]] = {
+            extras: dict[str, Callable[[], Any]] = {
                 "roles": context.roles,
                 "messages": context.messages,
                 "patch": partial(_text, context),
                 "artifacts": partial(_files, context),
             }
-            more = {name: get() for name, get in known.items() if name in extras_of(instance.score)}
+            more = {name: get() for name, get in extras.items() if name in extras_of(instance.score)}
             more |= {"task": task} if "task" in extras_of(instance.score) else {}
             more |= {"judge": judge} if judge else {}
             score = await call(task, instance.score, sandbox, task.verifier_timeout_s, **more)
@@ -343,7 +343,7 @@ def named_rewards(task: Task, method: Callable[..., Any], score: Any) -> dict[st
     """Checks a score and returns it as rewards by name.
 
     Raises:
-        UserCodeError: the score is neither a finite number nor a mapping from names to finite numbers, or a trajectory
+        UserCodeError: The score is neither a finite number nor a mapping from names to finite numbers, or a trajectory
             cannot store it.
     """
     try:
@@ -428,9 +428,10 @@ FORMAT: TaskFormat = PythonClassFormat()
 async def call(
     task: Task, method: Callable[..., Any], sandbox: ApptainerSandbox | None, timeout_s: float, /, **more: Any
 ) -> Any:
-    """Calls a method of a task with its sandbox, in the event loop or in a thread, with a time limit.
+    """Calls a method of a task with its sandbox, in the event loop or in a thread.
 
     Args:
+        timeout_s: Time limit of the call in seconds.
         more: Further keyword arguments for the method.
 
     Raises:
@@ -461,7 +462,7 @@ async def call(
 
 
 async def _in_thread(call: Callable[[], Any], name: str) -> Any:
-    """Runs ``call`` in a new thread, so that a call that never returns does not occupy a thread of the loop's pool."""
+    """Runs ``call`` in a new thread. A call that never returns thus occupies no thread of the loop's pool."""
     done: Future[Any] = Future()
     done.set_running_or_notify_cancel()  # a call cannot be interrupted
 

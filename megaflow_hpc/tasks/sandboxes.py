@@ -62,8 +62,9 @@ def verification_context(
 
 
 class NoSandbox:
-    """Stand-in for the sandbox of a task without an image, whose agent only takes part in a conversation. There is no
-    container and there are no files, so almost every operation raises an error that blames the calling code.
+    """Stand-in for the sandbox of a task without an image, whose agent only takes part in a conversation.
+
+    There is no container, so almost every operation raises an error that blames the calling code.
 
     Args:
         task: The task, which error messages name.

@@ -112,8 +112,8 @@ def scores_of(scorer: Scorer, task: Task, method: Callable[..., Any], value: Any
     """Checks what a scorer returned for one rollout and converts it to rewards by name.
 
     Args:
-        value: a number, numbers by name, or a sequence with one number per model call.
-        turns: number of the rollout's model calls.
+        value: A number, numbers by name, or a sequence with one number per model call.
+        turns: Number of the rollout's model calls.
 
     Raises:
         UserCodeError: The value is invalid, or names a model call that does not exist.
@@ -136,11 +136,11 @@ def check_turns(rewards: Mapping[str, float], turns: int) -> None:
     """Checks that the rewards of turns refer to model calls that the rollout made.
 
     Raises:
-        UserCodeError: a reward refers to a call that does not exist.
+        UserCodeError: A reward refers to a call that does not exist.
     """
-    known = {f"{TURN_REWARD}{number}" for number in range(turns)}
+    allowed = {f"{TURN_REWARD}{number}" for number in range(turns)}
     for name in rewards:
-        if name not in known and re.fullmatch(rf"{re.escape(TURN_REWARD)}-?\d+", name):
+        if name not in allowed and re.fullmatch(rf"{re.escape(TURN_REWARD)}-?\d+", name):
             raise UserCodeError(
                 f"reward {name!r:.60}: the rollout made {turns} model calls; expected "
                 + (f"{TURN_REWARD}0 to {TURN_REWARD}{turns - 1}" if turns else "no rewards of turns")
@@ -175,8 +175,8 @@ def _imported(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        place = "" if isinstance(error, ModuleNotFoundError) else f" at {origin(error)}"
-        raise ConfigError(f"--with: {name} cannot be imported{place}: {error!r}; correct it") from error
+        location = "" if isinstance(error, ModuleNotFoundError) else f" at {origin(error)}"
+        raise ConfigError(f"--with: {name} cannot be imported{location}: {error!r}; correct it") from error
 
 
 def _digest(files: Sequence[Path]) -> str:

@@ -22,8 +22,8 @@ def add_services(tasks: Sequence[Task], services: Mapping[str, ServiceConfig]) -
     """Returns the tasks with the campaign's services added.
 
     Raises:
-        ConfigError: a task has a service with the same name or has no sandbox that could reach services, or
-            :func:`check_ports` rejects the services.
+        ConfigError: A task has a service with the same name, or has no sandbox that could reach services. Also raised
+            if :func:`check_ports` rejects the services.
     """
     if not services:
         return list(tasks)
@@ -97,10 +97,10 @@ def services_of(
     """Returns the services for one rollout of a task. They are not started yet.
 
     Args:
-        images: maps image names in tasks to SIF files or directories.
-        environment: the campaign's ``environment`` section.
-        start: starts a sandbox.
-        shared: maps scopes to services that rollouts share. If ``None``, this rollout starts its own services.
+        images: Maps image names in tasks to SIF files or directories.
+        environment: The campaign's ``environment`` section.
+        start: Starts a sandbox.
+        shared: Maps scopes to services that rollouts share. If ``None``, this rollout starts its own services.
     """
     default = environment.limits
     planned, remote = [], []

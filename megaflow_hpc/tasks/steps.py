@@ -126,7 +126,7 @@ async def run_steps(
 
 
 def _setup_failed(before: Sequence[StepVerdict], why: str) -> Verdict:
-    """Returns the verdict on a step that cannot be set up on the agent's files, whether by accident or by intent."""
+    """Returns the verdict on a step that cannot be set up because of the agent's files."""
     why = f"the step cannot be set up on the files of the earlier steps: {why}"
     return replace(Verdict.of(dict.fromkeys(_names(before), 0.0), why), agent_error=why)
 
@@ -179,8 +179,10 @@ async def verify(
         return await task_format.verify(step, sandbox, replace(context, patch=patches[0]), stay=stay)
 
     verdict = _zero_if_failed(*await _on_kept_state(judge, step, context), names)
-    kept = checkout.to_artifacts(patches[0], f"steps/{name}/" if name else "") if patches else []
-    return replace(verdict, artifacts=[*kept, *verdict.artifacts])
+    if patches:
+        patch = checkout.to_artifacts(patches[0], f"steps/{name}/" if name else "")
+        verdict = replace(verdict, artifacts=[*patch, *verdict.artifacts])
+    return verdict
 
 
 def _zero_if_failed(verdict: Verdict | None, why: str, names: Sequence[str]) -> Verdict:

@@ -58,8 +58,10 @@ class Validation:
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the result in a JSON-compatible form, with the outcome of each test listed as failing, without and
-        with the solution."""
+        """Returns the result in a JSON-compatible form.
+
+        It contains the outcome of each test listed as failing, without and with the solution.
+        """
         tests = dict.fromkeys([*self.before.failing, *self.after.failing])
         return {
             "task": self.task,

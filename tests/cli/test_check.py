@@ -149,8 +149,8 @@ def test_what_no_partition_can_run_is_refused_with_key_and_limit_and_nothing_is_
         assert done.returncode == (3 if words == ["check"] else 2)
         for line in (
             "8: slurm.pods.time: 2-0 is longer than partition cpu allows (1-00:00:00); ask for less",
-            "9: slurm.pods.mem: 400G on each node, and a node of partition cpu has 251G; ask for less",
-            "10: slurm.pods.nodes: 9 nodes, and partition cpu has 4; ask for fewer",
+            "9: slurm.pods.mem: 400G on each node, but a node of partition cpu has 251G; ask for less",
+            "10: slurm.pods.nodes: 9 nodes, but partition cpu has 4; ask for fewer",
             "11: slurm.pods.ranks_per_node and cpus_per_rank: 80 CPUs on each node, and one of partition cpu has 64; "
             "ask for fewer",
             "14: slurm.gather.time: 180 is longer than partition gpu allows (2:00:00); ask for less",
@@ -191,8 +191,8 @@ def test_without_a_named_partition_the_default_one_refuses_nothing(
     assert (done.returncode, done.stdout) == (0, f"{campaign}: ok: 2 tasks, 4 rollouts\n"), done.stderr
     for line in (
         "5: slurm.pods.time: 2-0 is longer than partition cpu allows (1-00:00:00); ask for less",
-        "5: slurm.pods.mem: 400G on each node, and a node of partition cpu has 251G; ask for less",
-        "5: slurm.pods.nodes: 9 nodes, and partition cpu has 4; ask for fewer",
+        "5: slurm.pods.mem: 400G on each node, but a node of partition cpu has 251G; ask for less",
+        "5: slurm.pods.nodes: 9 nodes, but partition cpu has 4; ask for fewer",
     ):
         unnamed = "no partition is named, and the site may choose one other than its default"
         assert f"warning: {campaign}:{line} ({unnamed})\n" in done.stderr, done.stderr
@@ -205,7 +205,7 @@ def test_findings_about_the_site_are_warnings_if_checks_are_lifted(
     write_program(slurm / "sacctmgr", "exit 1")
     right = campaign.read_text()
     for pods, finding in (
-        ("partition: cpu, nodes: 9", "slurm.pods.nodes: 9 nodes, and partition cpu has 4; ask for fewer"),
+        ("partition: cpu, nodes: 9", "slurm.pods.nodes: 9 nodes, but partition cpu has 4; ask for fewer"),
         ("partition: secret", "slurm.pods.partition: no partition 'secret' here; there are: cpu, gpu"),
     ):
         campaign.write_text(f"{right}slurm: {{pods: {{{pods}}}}}\n")

@@ -171,7 +171,7 @@ def test_show_tokens_says_what_ids_mean_where_a_tokenizer_is_at_hand(megaflow, r
     commit(run, "a", (0, 0, trajectory(5, sequences=[TokenSequence("default", *columns)], turns=[])))
     gather(run)
     alone = megaflow("show", run, "0", "--tokens")
-    assert "ids only: no tokenizer of its model is at hand; give one with --tokenizer PATH" in alone.stdout
+    assert "ids only: no tokenizer of its model was found; name one with --tokenizer PATH" in alone.stdout
     assert " 3:-1.5000 9:-3.0000 77:-9.0000\n" in alone.stdout
     assert "‹" not in alone.stdout
     given = megaflow("show", run, "0", "--tokens", "--tokenizer", tokenizer(tmp_path / "tokenizer.json", byte_level))

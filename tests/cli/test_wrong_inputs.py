@@ -101,7 +101,7 @@ FILES: dict[str, tuple[str | bytes, str]] = {
     ),
     "no image": (
         "name: a\ntasks: tasks/*\nagent: nop\n",
-        "image 'base', which {here}/tasks/task0/task.toml asks for, is not mapped; add 'base': followed by a SIF file",
+        "image 'base', which {here}/tasks/task0/task.toml needs, is not mapped; add 'base': followed by a SIF file",
     ),
     "a script with CRLF": (
         GOOD.replace("tasks/*", "crlf/*"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.host.locks import lock_descriptor, lock_file, locked
+from megaflow_hpc.host.locks import lock_descriptor, lock_file, locked, locked_if_supported
 
 
 def test_a_second_exclusive_holder_times_out_and_shared_holders_do_not(tmp_path: Path) -> None:
@@ -47,3 +47,11 @@ def test_a_directory_is_locked_by_its_descriptor(tmp_path: Path) -> None:
     os.close(first)
     lock_descriptor(second, timeout_s=0)
     os.close(second)
+
+
+def test_a_lock_without_support_is_skipped_but_one_that_is_held_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with locked_if_supported(path), pytest.raises(TimeoutError), locked_if_supported(path, timeout_s=0):
+        pass
+    with locked_if_supported(tmp_path / "missing" / "lock"):
+        assert not (tmp_path / "missing").exists()

@@ -22,7 +22,7 @@ MOUNTS = """\
 
 def test_options_of_a_mount_and_of_its_file_system_are_read() -> None:
     home = mount_of("/home/me", MOUNTS)
-    assert (home.point, home.type, home.cached_s()) == ("/home", "nfs4", 300)
+    assert (home.point, home.type, home.device, home.cached_s()) == ("/home", "nfs4", "server:/home", 300)
     assert {"nosuid", "nocto"} <= set(home.options)
     assert mount_of("/work/x", MOUNTS).cached_s() == 60
     assert mount_of("/daos/x", MOUNTS).type == "fuse.daos"

@@ -331,7 +331,7 @@ def test_a_qos_of_twelve_cpus(play: Play) -> None:
     accounting.live_jobs(jobs)
     (held,) = accounting.live_jobs(jobs).values()
     assert held.reason == "QOSMaxCpuPerJobLimit"
-    assert accounting.explain(held.reason)[0] == "it asks for more than one job of the account or QOS may have"
+    assert accounting.explain(held.reason)[0] == "it requests more than the account or QOS allows for one job"
 
 
 def test_what_sbatch_refuses_is_quoted(play: Play, tmp_path: Path) -> None:

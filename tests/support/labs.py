@@ -21,7 +21,7 @@ LAB = LAUNCHERS / "lab.py"
 REASONS = {
     "Resources": "next in the queue",
     "Priority": "of higher priority",
-    "PartitionDown": "takes no jobs now.*resume RUN --partition",
+    "PartitionDown": "accepts no jobs now.*resume RUN --partition",
     "PartitionTimeLimit": "more time than the partition.*resume RUN --time",
     "ReqNodeNotAvail.*|Nodes.required.*": "down, drained or reserved",
     "Dependency": "waits for other jobs",

@@ -203,7 +203,7 @@ def test_duplicate_ids_name_both_paths_and_an_empty_set_is_refused(tmp_path: Pat
 def test_an_image_that_is_not_mapped_names_task_and_remedy(tmp_path: Path) -> None:
     task = read_harbor_task(write_task(tmp_path))
     with pytest.raises(
-        ConfigError, match=r"environment\.images: image 'org/base:1', which .*one/task\.toml asks for, is not mapped"
+        ConfigError, match=r"environment\.images: image 'org/base:1', which .*one/task\.toml needs, is not mapped"
     ):
         resolve_images([task], {"other": "x.sif"}, tmp_path, store=tmp_path / "store")
     with pytest.raises(ConfigError, match=r"org/base:1: .*/x\.sif: no such file"):

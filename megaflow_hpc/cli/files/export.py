@@ -82,7 +82,8 @@ def _export(arguments: argparse.Namespace) -> int:
     for name in formats or [arguments.format]:
         module_of(name)
     path = Path(arguments.run_dir)
-    directory = Path(arguments.output) if arguments.output else (path if path.is_dir() else path.parent) / "export"
+    run_directory = path if path.is_dir() else path.parent
+    directory = Path(arguments.output or run_directory / "export")
     with under_way(f"exporting {path}") as watch, open_trajectories(path) as store:
 
         def progress(name: str, done: int, total: int) -> None:

@@ -193,6 +193,6 @@ def _du(arguments: argparse.Namespace) -> int:
         for share in shares
     ]
     rows.append(("total", "", f"{total / 1e6:.2f}", "", ""))
-    found = {"path": str(path), "shares": [asdict(share) for share in shares]}
-    print_result(arguments.json, found, table(("", "files", "MB", "raw/stored", "%"), rows))
+    result = {"path": str(path), "shares": [asdict(share) for share in shares]}
+    print_result(arguments.json, result, table(("", "files", "MB", "raw/stored", "%"), rows))
     return 0

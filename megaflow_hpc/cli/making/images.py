@@ -437,8 +437,8 @@ def _pull_source(images: Images, source: str) -> str:
 def _show_files(files: dict[str, str], json: bool, failures: Mapping[str, MegaflowError] | None = None) -> None:
     failed = {name: str(error) for name, error in (failures or {}).items()}
     errors = "\n".join(f"{name} failed: {message}" for name, message in failed.items())
-    found = {"images": files, **({"failed": failed} if failed else {})}
-    print_result(json, found, table(("image", "file"), files.items()), errors)
+    result = {"images": files, **({"failed": failed} if failed else {})}
+    print_result(json, result, table(("image", "file"), files.items()), errors)
 
 
 def _manifest(arguments: argparse.Namespace) -> int:
@@ -606,5 +606,5 @@ def _show_removed(removed: list[str], layers: Sequence[str], freed_bytes: int, d
     also = f", and {len(layers)} layers" if layers else ""
     verb = "would go" if dry_run else "removed"
     lines = [*removed, f"{len(removed)}{also} {verb}, {freed_bytes / 1e6:.1f} MB"]
-    found = {"removed": removed, "layers": layers, "freed_bytes": freed_bytes, "dry_run": dry_run}
-    print_result(json, found, "\n".join(lines))
+    result = {"removed": removed, "layers": layers, "freed_bytes": freed_bytes, "dry_run": dry_run}
+    print_result(json, result, "\n".join(lines))

@@ -7,6 +7,7 @@ import asyncio
 import glob
 import os
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megaflow_hpc.cli.progress import PlanProgress, under_way
 from megaflow_hpc.cli.verb import Subparsers, add_group, add_output, add_verb, whole
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.resources import docs
+from megaflow_hpc.types import Task
 
 IMPORT = """\
 NAME[@VERSION] is a task set of --list. Its files come from the Hugging Face Hub (HF_ENDPOINT, HF_TOKEN), a git archive
@@ -282,8 +284,8 @@ def _list_sets(as_json: bool) -> int:
         (name, each.tasks, each.bytes, each.licence, each.images, each.format or f"not read: {each.unread}")
         for name, each in sets.items()
     ]
-    found = [{"name": name, "page": each.page, **msgspec.to_builtins(each)} for name, each in sets.items()]
-    print_result(as_json, found, table(("name", "tasks", "bytes", "licence", "images", "format"), rows))
+    result = [{"name": name, "page": each.page, **msgspec.to_builtins(each)} for name, each in sets.items()]
+    print_result(as_json, result, table(("name", "tasks", "bytes", "licence", "images", "format"), rows))
     return 0
 
 
@@ -382,10 +384,10 @@ def run_validate(arguments: argparse.Namespace) -> int:
     left_out = list[str]()
     tasks = load_tasks([source], Path.cwd(), images.dockerfiles, services, left_out)
     if arguments.only:
-        known = [task.id for task in tasks]
-        if unknown := sorted(set(arguments.only) - {*known}):
+        ids = [task.id for task in tasks]
+        if unknown := sorted(set(arguments.only) - {*ids}):
             unread: list[str] = []
-            wanted = map(glob.escape, [*unknown, known[0]])  # a source without a valid task is an error
+            wanted = map(glob.escape, [*unknown, ids[0]])  # a source without a valid task is an error
             load_tasks([{"path": source, "include": list(wanted)}], Path.cwd(), left_out=unread)
             raise Mistakes(
                 unread or [f"--only {unknown[0]}: no such task in {arguments.source}; see: megaflow-hpc tasks list"]
@@ -451,8 +453,8 @@ def run_validate(arguments: argparse.Namespace) -> int:
 def _image_beside(task: Path, name: str) -> str:
     from megaflow_hpc.environments.images.sources import match_name
 
-    place = task.parent if task.is_file() else task.parent.parent
-    return str(match_name(name, {"*": f"{place / 'images'}/*.sif"}))
+    directory = task.parent if task.is_file() else task.parent.parent
+    return str(match_name(name, {"*": f"{directory / 'images'}/*.sif"}))
 
 
 def run_new(arguments: argparse.Namespace) -> int:
@@ -480,17 +482,7 @@ def run_list(arguments: argparse.Namespace) -> int:
     for line in left_out:
         note(line)
     release_keys = [key for key in RELEASE if any(task.metadata.get(key) for task in tasks)]
-    rows = [
-        {
-            "id": task.id,
-            "image": task.image,
-            "agent_timeout_s": task.agent_timeout_s,
-            "solution": task.kind == "harbor" and any(Path(task.path).glob("**/solution/*")),
-            **{key: task.metadata.get(key, "") for key in release_keys},
-            "instruction": next((line.strip() for line in task.instruction.splitlines() if line.strip()), ""),
-        }
-        for task in tasks
-    ]
+    rows = [_row(task, release_keys) for task in tasks]
     if arguments.json:
         print_json([{**row, "path": task.path} for row, task in zip(rows, tasks, strict=True)])
         return status
@@ -501,3 +493,15 @@ def run_list(arguments: argparse.Namespace) -> int:
     head = [{"agent_timeout_s": "agent s"}.get(key, key) for key in rows[0]]
     say(table(head, [tuple(row.values()) for row in shown]))
     return status
+
+
+def _row(task: Task, release_keys: Sequence[str]) -> dict[str, Any]:
+    lines = task.instruction.strip().splitlines()
+    return {
+        "id": task.id,
+        "image": task.image,
+        "agent_timeout_s": task.agent_timeout_s,
+        "solution": task.kind == "harbor" and any(Path(task.path).glob("**/solution/*")),
+        **{key: task.metadata.get(key, "") for key in release_keys},
+        "instruction": lines[0].strip() if lines else "",
+    }

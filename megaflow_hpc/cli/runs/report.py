@@ -164,8 +164,8 @@ def _report(arguments: argparse.Namespace) -> int:
                 folder, runs, differences, arguments.transcripts, not arguments.no_pictures, watch.step
             )
     compared = files.comparison_json(figures, differences)
-    found = {"runs": to_builtins(figures), **compared, "files": list(map(str, written))}
-    print_result(arguments.json, found, f"{_summary(figures)}\nreport: {written[-1]}")
+    result = {"runs": to_builtins(figures), **compared, "files": list(map(str, written))}
+    print_result(arguments.json, result, f"{_summary(figures)}\nreport: {written[-1]}")
     return 0
 
 

@@ -357,7 +357,7 @@ class _Work:
 
     def _show(self) -> None:
         done = len(self._outcome.scored), len(self._outcome.unscored), len(self._outcome.failed)
-        words = f"{done[0]} scored, {done[1]} left alone, {done[2]} failed"
+        words = f"{done[0]} scored, {done[1]} skipped, {done[2]} failed"
         self._watch.detail(f"{sum(done)} done: {words}")
 
 
@@ -416,7 +416,7 @@ def _tasks_of_today(planned: RunRecord) -> dict[str, Task]:
 
 def _say(report: Mapping[str, Any]) -> None:
     """Prints the outcome as text."""
-    for key, what in (("unscored", "left alone"), ("failed", "failed; the next call tries again")):
+    for key, what in (("unscored", "skipped"), ("failed", "failed; the next call tries again")):
         by_reason: dict[str, list[str]] = {}
         for rollout, reason in report[key].items():
             by_reason.setdefault(reason, []).append(rollout)

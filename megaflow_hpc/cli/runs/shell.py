@@ -66,7 +66,7 @@ def _shell(arguments: argparse.Namespace) -> int:
     run = RunDir(arguments.run_dir)
     record = read_run(run)
     if arguments.command is None and arguments.json:
-        raise ConfigError("--json: only with --command; a shell is for a person")
+        raise ConfigError("--json: only with --command, because a shell is interactive")
     if arguments.command is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("shell: standard input and output are not a terminal; give --command CMD")
     rollout = _find(run, record, arguments.id)

@@ -366,7 +366,7 @@ def _vocabulary(store: TrajectoryStore, policy: str, tokenizer: str | None) -> t
         return load(Path(tokenizer)), f"ids read with {tokenizer}"
     path = find(store.path, store.versions.get("models") or {}, policy)
     if path is None:
-        return None, "ids only: no tokenizer of its model is at hand; give one with --tokenizer PATH"
+        return None, "ids only: no tokenizer of its model was found; name one with --tokenizer PATH"
     try:
         return load(path), f"ids read with {path}"
     except ConfigError as error:

@@ -178,7 +178,7 @@ def _transcript(detail: Detail) -> list[Text]:
     lines = [Text(f"… {detail.left_out} messages before these: megaflow-hpc show", "dim")] if detail.left_out else []
     for role, text in detail.messages:
         lines += [Text(f"── {in_one_line(role)}", f"bold {ROLE_COLOURS.get(role, 'cyan')}"), Text(printable(text))]
-    return [*lines, Text(printable(detail.said), "dim")] if detail.said else lines
+    return [*lines, Text(printable(detail.note), "dim")] if detail.note else lines
 
 
 def _log(detail: Detail) -> list[Text]:

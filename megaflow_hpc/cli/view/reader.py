@@ -33,7 +33,7 @@ class Detail:
     messages: Sequence[tuple[str, str]] = ()
     left_out: int = 0
     """Number of older messages that are not shown."""
-    said: str = ""
+    note: str = ""
     """Explains why there are no messages. Empty if there are messages."""
     log: Sequence[str] = ()
 
@@ -114,7 +114,7 @@ class RunReader(threading.Thread):
             try:
                 detail = self._detail(key, snapshot)
             except Exception as error:  # one rollout's damaged file must not hide the others
-                detail = Detail(key, said=f"cannot be read: {_error_text(error)}")
+                detail = Detail(key, note=f"cannot be read: {_error_text(error)}")
         try:
             tend()
         except Exception as error:
@@ -136,7 +136,7 @@ class RunReader(threading.Thread):
             note = (
                 snapshot.unasked or "asking its pod; a rollout without model calls has no transcript until it is stored"
             )
-            return Detail(key, said=note, log=log)
+            return Detail(key, note=note, log=log)
         note = "" if transcript.messages else "its model has not answered yet"
         return Detail(key, transcript.messages, transcript.left_out, note, log)
 
@@ -145,7 +145,7 @@ class RunReader(threading.Thread):
 
         with open_trajectories(self._run.path) as store:
             if rollout not in store:  # events are written before records, so the record is not there yet
-                return Detail("", said="it is stored, but cannot be read yet")
+                return Detail("", note="it is stored, but cannot be read yet")
             row = store[rollout]
             messages, left_out = end_of(row.messages, row.image_labels)
             artifacts = [

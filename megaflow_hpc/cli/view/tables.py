@@ -204,7 +204,8 @@ class RolloutRows(ScrollView, can_focus=True):
 
     def action_to(self, row: int) -> None:
         """Selects a row. Negative indices count from the end."""
-        self._choose(row if row >= 0 else len(self._table.keys if self._table else ()) + row)
+        rows = len(self._table.keys) if self._table else 0
+        self._choose(row if row >= 0 else rows + row)
 
     def action_open(self) -> None:
         if self.key:

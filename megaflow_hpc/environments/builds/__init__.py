@@ -2,5 +2,5 @@
 
 ``builder`` takes a Dockerfile and the files of its base images. ``stages`` executes the steps. ``RUN`` steps run in
 sandboxes (``script``, ``workspace``). ``placing`` writes the files of ``COPY`` and ``ADD`` to a layer. ``tree`` is a
-program that processes an image's files in a user namespace. Image resolution receives a builder as an argument.
+program that processes an image's files in a user namespace. The callers of ``images.resolve`` pass it a builder.
 """

@@ -107,7 +107,7 @@ class Builder:
         """
         if os.geteuid() != 0 and not unshare():
             raise SiteError(
-                f"{dockerfile.path}: building needs user namespaces, which this machine does not give users; build "
+                f"{dockerfile.path}: building needs user namespaces, which users cannot create on this machine; build "
                 "the image elsewhere and map its name"
             )
         return self._run(self._build(dockerfile, images, layers, timeout_s, say))
@@ -170,7 +170,7 @@ class Builder:
         except TimeoutError:
             if not timer.expired():
                 raise
-            raise SiteError(f"{dockerfile.path}: the build took more than {timeout_s:g} s, and was ended") from None
+            raise SiteError(f"{dockerfile.path}: the build took more than {timeout_s:g} s and was cancelled") from None
         except ConfigError:
             raise
         except (SiteError, SandboxError, OSError) as error:
@@ -238,9 +238,9 @@ async def _write_sif(workspace: BuildWorkspace, image: LayeredImage, target: Pat
     """
     architecture = _SIF_ARCHITECTURE.get(platform.machine())
     if architecture is None:
-        raise SiteError(f"{platform.machine()}: images cannot be made on this architecture; build them elsewhere")
+        raise SiteError(f"{platform.machine()}: images cannot be built on this architecture; build them elsewhere")
     if shutil.which("mksquashfs", path=clean_environment()["PATH"]) is None:
-        raise SiteError("mksquashfs: not on PATH; it packs images; install squashfs-tools")
+        raise SiteError("mksquashfs: not on PATH, but needed to pack images; install squashfs-tools")
     await workspace.open()
     squashfs, labels = workspace.new_path("squashfs"), workspace.new_path("labels")
     top = [await _settings_tree(workspace, image)] if image.settings else []

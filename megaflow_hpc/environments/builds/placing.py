@@ -1,8 +1,8 @@
 """Writes the files of a ``COPY`` or ``ADD`` to a layer following Docker's rules, without starting a process.
 
 A view of the lower layers shows the existing files of the image. Symlinks in the target path are followed inside the
-image. Symlinks in a copied tree are not followed. The layer also contains the parent directories of copied files, with
-the attributes that they have in the image, because an overlay shows the attributes of the uppermost layer.
+image. Symlinks in a copied tree are not followed. The layer also contains the parent directories of copied files. They
+keep the attributes that they have in the image, because an overlay shows the attributes of the uppermost layer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Placement:
     mode: str = ""
     """Value of ``--chmod`` (:class:`Mode`) for copied files and directories. Empty without ``--chmod``."""
     own_owner: bool = False
-    """If there is no ``--chown``, copied items keep their owners if this is true. Otherwise they belong to root."""
+    """True if copied items keep their owners when there is no ``--chown``. If false, they belong to root."""
     replaces: bool = False
     """True if entries of an archive may replace the image's files and empty directories."""
     archived: Mapping[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Placer:
 
     def _tree(self, directory: int, status: os.stat_result, target: str, how: Placement, *, top: bool) -> None:
         if target.count("/") > MAX_DEPTH:
-            raise ConfigError(f"{how.target}: more than {MAX_DEPTH} directories in one another")
+            raise ConfigError(f"{how.target}: directories nested more than {MAX_DEPTH} deep")
         attributes = self._attributes(status, how)
         archived = _archived(status, how)
         existing = self._view.entry(target)
@@ -95,7 +95,7 @@ class Placer:
             target = self._view.resolve(target)
             existing = self._view.entry(target)
             if existing is None or not existing.is_directory:
-                raise ConfigError(f"/{target}: not a directory in the image, and a link in the way leads there")
+                raise ConfigError(f"/{target}: not a directory in the image, but a link in the target path leads there")
         elif existing is not None and not existing.is_directory and (top or not how.replaces):
             raise ConfigError(f"{target}: a directory cannot be copied over a file or a link")
         if top and existing is not None:
@@ -146,7 +146,7 @@ class Placer:
         return Attributes(mode, uid, gid, own.mtime)
 
     def _parent_attributes(self, how: Placement, status: os.stat_result) -> Attributes:
-        """Returns the attributes for missing parent directories. These get the copied item's mtime, so that identical
+        """Returns the attributes for missing parent directories. Their mtime is the copied item's, so that identical
         copies produce identical layers."""
         uid, gid = how.owner or (0, 0)
         mode = Mode(how.mode).of_parents if how.mode and not _archived(status, how) else 0o755

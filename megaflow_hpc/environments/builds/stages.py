@@ -138,7 +138,7 @@ class StageBuilds:
         return await asyncio.to_thread(self._make_directory, image, step, file)
 
     def _say_difference(self, line: int, difference: str) -> None:
-        self._say(f"{self._dockerfile.path}:{line}: other than in Docker: {difference}")
+        self._say(f"{self._dockerfile.path}:{line}: differs from Docker: {difference}")
 
     def _make_directory(self, image: LayeredImage, step: Workdir, file: Path) -> LayerFacts:
         view = self._listings.view(image)
@@ -224,7 +224,7 @@ class StageBuilds:
         lines = [*result.stdout.splitlines()[-_SHOWN_LINES:], *result.stderr.splitlines()[-_SHOWN_LINES:]]
         lines.append(f"{self._dockerfile.path.name}:{line}: exit status {result.exit_code}")
         if self._spec.network == "none":
-            lines.append("steps have no network here; environment.build_network: host gives them the host's")
+            lines.append("build steps have no network; set environment.build_network: host to use the host's")
         output = "".join(each if each.isprintable() or each in "\n\t" else "?" for each in "\n".join(lines))
         shown = "\n".join(f"  {each}" for each in output[-_SHOWN_CHARACTERS:].split("\n"))
         raise SiteError(f"{self._dockerfile.path}: the build failed at line {line}\n{shown}")

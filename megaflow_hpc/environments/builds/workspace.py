@@ -53,12 +53,12 @@ _BASE_INODES = 50_000
 
 Make = Callable[[Path], None]
 Hold = Callable[[str, Make], Path]
-"""Returns the tree for a key. Calls ``make(directory)`` to create a missing tree. Blocks while another thread creates
-it."""
+"""Function that returns the tree for a key. It calls ``make(directory)`` to create a missing tree, and blocks while
+another thread creates the tree."""
 
 
 class Trees:
-    """The unpacked trees in one directory. Thread-safe."""
+    """Unpacked images and layers in one directory, shared by all builds. Thread-safe."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

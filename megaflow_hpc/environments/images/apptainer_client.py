@@ -148,7 +148,7 @@ def _run(
     timeout_s: float,
     stopped: threading.Event | None,
 ) -> tuple[int, str]:
-    """Runs the child and returns its exit status and output."""
+    """Runs :func:`serve` in a child process. Returns the child's exit status and output."""
     # Run isolated (-I) and in /, so that Python imports nothing from the definition file's directory.
     process = subprocess.Popen(
         [*dies_with_parent("TERM"), sys.executable, "-I", "-c", _PROGRAM, json.dumps(request)],

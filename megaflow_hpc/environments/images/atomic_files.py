@@ -14,13 +14,13 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.host import locks
 from megaflow_hpc.host.atomic import to_json, write_atomic
 from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.locks import locked_if_supported
 from megaflow_hpc.host.process import Identity
 
 STALE_S = 7 * 86400.0
@@ -59,13 +59,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     Raises:
         TimeoutError: ``wait`` is false and another process holds the lock.
     """
-    with ExitStack() as lock:
-        try:
-            lock.enter_context(locks.locked(path, timeout_s=math.inf if wait else 0))
-        except TimeoutError:
-            raise
-        except OSError:
-            pass  # the file system does not support locks
+    with locked_if_supported(path, timeout_s=math.inf if wait else 0):
         try:
             yield
         finally:

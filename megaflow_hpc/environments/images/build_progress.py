@@ -25,9 +25,9 @@ class BuildProgress:
     looked_up: int
     """Images checked against the store so far. Building starts once all are checked."""
     there: int = 0
-    """Images that were already in the store at the start."""
+    """Images that the store already had at the start."""
     to_make: int = 0
-    """Images missing from the store. Names that cannot be resolved are not counted."""
+    """Images that the store lacks. Names that cannot be resolved are not counted."""
     made: int = 0
     failed: int = 0
     at_work: int = 0

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaflow_hpc.errors import SiteError
+from megaflow_hpc.host.mounts import mount_of
 from megaflow_hpc.host.private import who_may_replace
 
 QUOTA_TIMEOUT_S = 5.0
@@ -65,7 +66,8 @@ def disk_quota(path: str | os.PathLike[str]) -> DiskQuota:
     disk = os.statvfs(directory)
     free_bytes, bytes_by = float(disk.f_bavail * disk.f_frsize), "the file system"
     free_inodes, inodes_by = (float(disk.f_favail) if disk.f_files else math.inf), "the file system"
-    for by, left_bytes, left_inodes in quotas(directory, *mount_of(directory)):
+    mount = mount_of(directory)
+    for by, left_bytes, left_inodes in quotas(directory, mount.device, mount.type):
         if left_bytes < free_bytes:
             free_bytes, bytes_by = left_bytes, by
         if left_inodes < free_inodes:
@@ -106,30 +108,12 @@ def _parsed(by: str, lines: list[str]) -> Iterator[tuple[str, float, float]]:
             yield by, max(0.0, (kib - used) * _KIB), max(0.0, inodes - files)
 
 
-def mount_of(directory: Path) -> tuple[str, str]:
-    """Returns the device and type of a directory's file system from the kernel's mount table. Both are empty if
-    unknown."""
-    best, mount = "", ("", "")
-    try:
-        text = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
-    except OSError:
-        return mount
-    real = os.path.realpath(directory)
-    for line in text.splitlines():
-        before, _, after = line.partition(" - ")
-        point = before.split()[4].replace("\\040", " ")
-        if len(point) >= len(best) and (real == point or real.startswith(point.rstrip("/") + "/")):
-            kind, device = after.split()[:2]
-            best, mount = point, (device, kind)
-    return mount
-
-
 def default_stores(named: str | None = None) -> list[Path]:
     """Returns the image stores named by ``MEGAFLOW_IMAGE_STORE``, or else by ``named``, or else a default.
 
     The default is an existing store in one of the directories of :data:`SITE_VARIABLES`. If none exists, it is the
-    first of these directories that is writable and has enough space, or else the home directory. An existing store in
-    the home directory is always included.
+    first of these directories that is writable and has enough space. If there is no such directory, it is the home
+    directory. An existing store in the home directory is always included.
 
     Args:
         named: ``environment.image_store`` of a campaign or its site profile: directories, separated by colons.

@@ -60,7 +60,7 @@ class Base:
         try:
             status = os.stat(self.path)
         except OSError as error:
-            raise SandboxError(f"{image}: its base {self.path} is not there ({error.strerror})") from None
+            raise SandboxError(f"{image}: its base {self.path} is missing ({error.strerror})") from None
         if not self.digest and (status.st_size, status.st_mtime_ns) != (self.bytes, self.mtime_ns):
             raise SandboxError(f"{image}: its base {self.path} was changed after it was built; build it again")
 
@@ -79,10 +79,10 @@ class ImageStart:
 
 @dataclass(frozen=True)
 class LayeredImage:
-    """A base, the layers above it (bottom first), and the settings for commands.
+    """An image that consists of a base, layers above it (bottom first), and settings for commands.
 
-    If a layer occurs twice, only the last occurrence is kept. It hides the earlier occurrence, and overlays reject
-    duplicate directories.
+    If a layer occurs twice, only the last occurrence is kept. It hides the earlier one, and overlays reject duplicate
+    directories.
     """
 
     base: Base | None

@@ -96,8 +96,7 @@ def dependants(store: ImageStore, without: Collection[str] = ()) -> dict[str, li
 
 
 def own_bytes(store: ImageStore) -> Mapping[str, tuple[int, int]]:
-    """Returns, for each image digest, the bytes that only this image uses and the bytes that it shares with other
-    images."""
+    """Returns for each image digest two sizes in bytes: of the files that only this image uses, and of shared files."""
     images = {image.digest: image for image in reversed(list(store.images()))}
     layered = {digest: read_layered(image.path) for digest, image in images.items() if is_layered(image.path)}
     users = Counter(layer.digest for image in layered.values() for layer in image.layers)

@@ -42,8 +42,8 @@ _NOT_BUILT = "not-built-"
 
 
 def is_built(path: Path) -> bool:
-    """Returns whether a path from :class:`Images` is an image. With ``build=False``, missing images have placeholder
-    paths."""
+    """Returns whether a path from :class:`Images` belongs to an existing image. With ``build=False``, a missing image
+    gets a placeholder path."""
     return not path.name.startswith(_NOT_BUILT)
 
 
@@ -246,7 +246,7 @@ class Images:
 
         def make(target: Path) -> LayeredImage:
             if self.builder is None:
-                raise SiteError(f"{dockerfile.path}: not in the image store, and nothing here builds Dockerfiles")
+                raise SiteError(f"{dockerfile.path}: not in the image store, and Dockerfiles cannot be built here")
             # The image records its base, and may be used after a link to the base is gone.
             files = {name: str(path.resolve() if path.is_symlink() else path) for name, path in bases.items()}
             return self.builder.build(dockerfile, files, self.store.layers, min(timeout_s, MAX_BUILD_S), self._say_step)
@@ -286,7 +286,7 @@ class Images:
             raise ConfigError(f"{where}: {error}") from None
         if source is None:
             requester = f"{task_path}/task.toml" if os.path.isdir(task_path) else task_path
-            requested = f", which {requester} asks for," if requester else ""
+            requested = f", which {requester} needs," if requester else ""
             raise ConfigError(
                 f"{where}: image {name!r}{requested} is not mapped; add {name!r}: followed by a SIF file, a definition "
                 "file, a Dockerfile, a directory or a docker:// address"

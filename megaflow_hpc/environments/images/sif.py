@@ -132,7 +132,7 @@ def run_unsquashfs(
     """
     program = shutil.which("unsquashfs")
     if program is None:
-        raise SiteError("unsquashfs: not on PATH; it reads images; install squashfs-tools")
+        raise SiteError("unsquashfs: not on PATH, but needed to read images; install squashfs-tools")
     return subprocess.run(
         [*prefix, *dies_with_parent(), program, "-o", str(partition.offset), *arguments],
         stdin=subprocess.DEVNULL,

@@ -55,7 +55,7 @@ class Registries:
         return Reference.parse(*split_name(address.partition("://")[2]), plain=plain)
 
     def failed(self, source: str, error: SiteError) -> SiteError:
-        """Returns the error of a failed pull with remedies for sites without access to the registry."""
+        """Returns an error for a failed pull. It adds remedies for sites without access to the registry."""
         address, _ = self.address(source)
         through = f" (for {source})" if address != source else ""
         return SiteError(

@@ -55,8 +55,7 @@ class SandboxDirectory:
         self._templates = templates
         self._containers = 0
         self._host_bytes: dict[str, int] = {}
-        """Maps each host directory bound into the sandbox to the number of bytes that the host wrote there before the
-        start."""
+        """Maps each host directory that the sandbox sees to the bytes that the host wrote there before the start."""
 
     def make(self) -> None:
         """Creates the directory. Raises :class:`SandboxError` if that fails, for example because scratch is full."""
@@ -69,7 +68,8 @@ class SandboxDirectory:
             ) from error
 
     async def start(self, spec: SandboxSpec, watch: SandboxWatch) -> Container:
-        """Starts a container on the current layer: as a clone if possible, otherwise through Apptainer.
+        """Starts a container on the current writable layer: as a clone of the template if possible, otherwise through
+        Apptainer.
 
         Raises:
             SandboxError: The container did not start. The message includes Apptainer's last line.
@@ -84,7 +84,7 @@ class SandboxDirectory:
 
     @property
     def _is_new(self) -> bool:
-        """True if no container has run on the layer and no snapshot was restored into it."""
+        """True if no container has run on the writable layer and no snapshot was restored into it."""
         return not os.path.lexists(os.path.join(self.layer.path, "upper"))
 
     async def _start(self, spec: SandboxSpec, watch: SandboxWatch, *, may_clone: bool) -> Container:
@@ -158,7 +158,8 @@ class SandboxDirectory:
         watch.disk.occupied = self.layer.occupied + sum(self._host_bytes[path] for path in bound)
 
     async def start_again(self, spec: SandboxSpec, watch: SandboxWatch) -> Container:
-        """Starts a container. If it fails to start on the current layer, restores the image's files and tries again.
+        """Starts a container. If it fails to start on the current writable layer, restores the image's files and tries
+        again.
 
         Raises:
             LostError: The second attempt failed too.
@@ -174,7 +175,7 @@ class SandboxDirectory:
                 raise LostError(str(error)) from error
 
     async def drop(self, watch: SandboxWatch) -> None:
-        """Kills the container and all its processes, and keeps the layer."""
+        """Kills the container and all its processes, and keeps the writable layer."""
         container, self.container = self.container, None
         if container is not None:
             watch.detach()

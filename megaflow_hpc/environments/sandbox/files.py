@@ -93,7 +93,7 @@ async def download(run: Run, source: str, target: str, scratch: str, budget: Bud
                 f"{source}: {error}: at most {allowed // 10**6} MB come out of this sandbox (its disk_mb, and never "
                 f"more than {MAX_DOWNLOAD_BYTES // 10**6}) in {MAX_DOWNLOAD_FILES} files; download less"
             ) from error
-        raise SetupError(f"{source}: what the sandbox sent is refused: {error}") from error
+        raise SetupError(f"{source}: the data that the sandbox sent is invalid: {error}") from error
     except OSError as error:
         raise SandboxError(f"{source}: cannot be written to {target} ({error})") from error
 

@@ -58,7 +58,7 @@ _ENCODINGS = ("__init__", "aliases", "ascii", "latin_1", "utf_8")
 
 @functools.cache
 def _parts() -> tuple[tuple[str, str], ...]:
-    """Returns the files of the copy, as pairs of a path in the prepared directory and a source file on this machine.
+    """Returns the files of the copy: pairs of a path in the prepared directory and a source file on this machine.
 
     Raises:
         OSError: This Python cannot be copied.
@@ -97,7 +97,7 @@ def why_not() -> str:
     try:
         _parts()
     except (OSError, subprocess.SubprocessError) as error:
-        return f"this Python cannot be brought into a container ({error})"
+        return f"this Python cannot be copied into a container ({error})"
     return ""
 
 
@@ -126,7 +126,7 @@ def prepare(scratch: str | os.PathLike[str]) -> Path:
                 raise
     except (OSError, subprocess.SubprocessError) as error:
         raise SandboxError(
-            f"{scratch}: the Python of helpers in sandboxes cannot be created there ({error})"
+            f"{scratch}: the Python for helpers in sandboxes cannot be created there ({error})"
         ) from error
     return home
 

@@ -121,7 +121,7 @@ def set_namespace_limits(spec: SandboxSpec) -> str:
 
 
 def namespace_root(spec: SandboxSpec) -> tuple[str, ...]:
-    """Returns the argv prefix that starts Apptainer as uid 0 of a user namespace. Empty if the spec has another user.
+    """Returns the argv prefix that starts Apptainer as uid 0 of a user namespace. Empty if the spec's user is not root.
 
     ``--fakeroot`` has the same effect but keeps a second Apptainer running, which costs 40 ms and 9 MB per sandbox.
     """
@@ -178,7 +178,7 @@ def exec_argv(
 class Launcher:
     """Calls functions one at a time in a thread without access to the user's keys.
 
-    Processes that the thread starts with a parent-death signal die with this process, because the thread does.
+    A process that this thread starts with a parent-death signal dies when the thread ends, and so with this process.
 
     Args:
         filtered: Also apply the seccomp filter to the thread's processes, and disable setuid bits for them.
@@ -198,8 +198,8 @@ class Launcher:
         return self._thread.submit(function).result()
 
     def holds_filter(self) -> bool:
-        """Returns whether the seccomp filter is installed. It is not if the architecture is unknown or the kernel lacks
-        filters."""
+        """Returns whether the seccomp filter is installed. It is missing if the architecture is unknown or the kernel
+        lacks filters."""
         return self.call(lambda: self._holds_filter)
 
 

@@ -49,7 +49,7 @@ numbers = b"".join(each.fileno().to_bytes(4, sys.byteorder) for each in all)
 out.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)])
 """
 """Python code that creates the sockets. Its second argument is a comma-separated list with one item for each socket:
-the address to listen on, or nothing."""
+the address to listen on, or an empty item for an unconnected socket."""
 _FROM_OUTSIDE = "import socket, sys\nout = socket.socket(fileno=int(sys.argv[1]))" + _MAKE
 _FROM_WITHIN = (
     "import _socket as socket, sys\nout = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)\nout.connect(sys.argv[1])"
@@ -58,7 +58,9 @@ _FROM_WITHIN = (
 
 
 def how_to_listen(no_namespaces: str) -> tuple[Way, str]:
-    """Returns how a helper can listen on this node, or the reason why it cannot. The other string is empty.
+    """Returns the way in which a helper can listen on this node, and an empty string.
+
+    If there is no such way, returns an empty string and the reason.
 
     Args:
         no_namespaces: Reason why user namespaces are unavailable. Empty if they are available.
@@ -148,8 +150,8 @@ def listen_on_host(addresses: Sequence[Address]) -> list[socket.socket]:
             for each in listeners:
                 each.close()
             raise SandboxError(
-                f"{address}:{port}: cannot be listened on ({error.strerror}); with network 'host', services need ports "
-                "from 1024 on; use network 'gateway'"
+                f"{address}:{port}: cannot listen on this address ({error.strerror}); with network 'host', services "
+                "need ports from 1024 on; use network 'gateway'"
             ) from error
     for each in listeners:
         each.setblocking(False)
@@ -163,7 +165,7 @@ def _from_outside(pid: int, wishes: Sequence[str], is_wanted: Callable[[int], bo
     nsenter = shutil.which("nsenter")
     if nsenter is None:
         raise SandboxError(
-            "nsenter: not on PATH, which network 'gateway' needs; install util-linux or use network 'host'"
+            "nsenter: not on PATH, but network 'gateway' needs it; install util-linux or use network 'host'"
         )
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -70,8 +70,7 @@ class Site:
     """Reason why system calls of sandboxes cannot be filtered (launcher.py)."""
 
     def refuses(self, network: str) -> str:
-        """Returns the reason why a sandbox with this network mode cannot start on this node, or an empty string if it
-        can."""
+        """Returns why a sandbox with this network mode cannot start on this node, or an empty string if it can."""
         if self.container:
             return f"containers do not start: {self.container}"
         if self.overlay and self.copy:
@@ -212,10 +211,10 @@ def is_setuid(apptainer: str) -> bool:
 def _unfiltered(namespaces: str) -> str:
     """Returns the reason why system calls of sandboxes are not filtered, or an empty string if they are."""
     if namespaces:
-        return f"no user namespaces, without which a filter would take Apptainer's rights: {namespaces}"
+        return f"no user namespaces, without which a filter would break setuid Apptainer: {namespaces}"
     if launcher(filtered=True).holds_filter():
         return ""
-    return f"the kernel takes no filter, or its calls are not known here for {os.uname().machine}"
+    return f"the kernel supports no filter, or its system calls are unknown for {os.uname().machine}"
 
 
 # --- containers of the probe ----------------------------------------------------------------------------------------

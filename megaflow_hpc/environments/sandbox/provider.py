@@ -95,12 +95,12 @@ class ApptainerProvider:
         self._sandboxes.add(sandbox)
         if self._closed:
             await sandbox.stop()
-            raise SandboxError("the provider was closed meanwhile")
+            raise SandboxError("the provider was closed while the sandbox started")
         return sandbox
 
     async def _start(self, spec: SandboxSpec, snapshot: Snapshot | None, rootfs: Rootfs | None) -> ApptainerSandbox:
         if snapshot is not None and snapshot.image != spec.image:
-            raise SandboxError(f"{snapshot.path}: a snapshot over {snapshot.image}, not over {spec.image}")
+            raise SandboxError(f"{snapshot.path}: a snapshot of a sandbox over {snapshot.image}, not over {spec.image}")
         rootfs = rootfs or self.images.ready(spec.image) or await self._acquire(spec.image)
         self._number += 1
         path = self._own / f"s{os.getpid()}-{id(self) & 0xFFFFFF:x}-{self._number}"
@@ -131,7 +131,7 @@ class ApptainerProvider:
         return await open_terminal(sandbox.exec, await sandbox.control(), interpreter, env)
 
     async def stage(self, image: str) -> str:
-        """Unpacks ``image`` into the node's cache if it is missing. Returns the path of its bottom tree."""
+        """Unpacks ``image`` into the node's cache if it is missing. Returns the directory of its lowest layer."""
         rootfs = await self._acquire(image)
         rootfs.release()
         return rootfs.base

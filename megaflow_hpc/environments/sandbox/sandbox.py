@@ -348,7 +348,7 @@ class ApptainerSandbox:
         create a new network namespace. Requires network ``gateway``, which gives the sandbox no other connection.
         """
         if self.spec.network != "gateway":
-            raise SandboxError(f"network {self.spec.network!r} has no listener; only 'gateway' has")
+            raise SandboxError(f"network {self.spec.network!r} supports no listener; use 'gateway'")
         (listener,) = await self._inside(await self._running()).listen([("127.0.0.1", port)])
         return listener
 

@@ -99,10 +99,10 @@ def scratch_base(environ: Mapping[str, str] | None = None, mountinfo: str | None
         if kind_of(type_) != "network":
             return base, f"{reason}; {base} is used instead" if reason else ""
         if not first:
-            first, reason = base, reason or f"{name}={base} is on {type_}, which takes no overlay"
+            first, reason = base, reason or f"{name}={base} is on {type_}, which supports no overlays"
     if not first:
         return "/tmp", ""
-    return first, f"{reason}; nothing local was found: sandboxes are copies of their images"
+    return first, f"{reason}; no local directory was found, so sandboxes are copies of their images"
 
 
 # --- the janitor ------------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def pack(snapshot: Snapshot, write: Callable[[bytes], object], limit: int) -> No
             while chunk := packing.stdout.read(_CHUNK):
                 written += len(chunk)
                 if written > limit:
-                    raise SandboxError(f"{upper}: takes more than {limit} bytes")
+                    raise SandboxError(f"{upper}: the packed layer has more than {limit} bytes")
                 write(chunk)
         except BaseException:
             packing.kill()
@@ -150,7 +150,7 @@ def copy(source: Path, target: Path) -> None:
     """Copies a tree with ``cp -a``, regardless of the files' modes. Raises :class:`SandboxError` on failure."""
     program = shutil.which("cp")
     if program is None:
-        raise SandboxError("cp: not on PATH, which snapshots need; install coreutils")
+        raise SandboxError("cp: not on PATH, but snapshots need it; install coreutils")
     _run([program, "-a", "--reflink=auto", "--", str(source), str(target)], f"{source}: cannot be copied to {target}")
 
 
@@ -160,7 +160,7 @@ def _run(argv: Sequence[str], failed: str, stdin: int = subprocess.DEVNULL) -> N
     try:
         done = subprocess.run(words, stdin=stdin, capture_output=True, text=True, timeout=COPY_S, check=False)
     except subprocess.TimeoutExpired:
-        raise SandboxError(f"{failed}: not done in {COPY_S:g} s") from None
+        raise SandboxError(f"{failed}: not finished within {COPY_S:g} s") from None
     except OSError as error:
         raise SandboxError(f"{failed}: {error}") from error
     if done.returncode:

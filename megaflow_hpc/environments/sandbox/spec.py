@@ -57,18 +57,19 @@ class SandboxSpec:
     workdir: str | None = None
     """Directory in which commands start. Created if it is missing. Default: ``/``."""
     user: str | None = None
-    """``None``, ``root``, ``0``: uid 0 of a user namespace. Any other name: an ordinary uid."""
+    """User that runs commands. ``None``, ``root`` and ``0`` mean uid 0 of a user namespace. Any other name means an
+    ordinary uid."""
     binds: tuple[str, ...] = ()
-    """``SRC:DEST[:ro]``, in Apptainer's syntax."""
+    """Host paths that the sandbox sees, each as ``SRC:DEST[:ro]`` (Apptainer's syntax)."""
     network: Network = "none"
     memory_mb: int | None = None
     cpus: float | None = None
     disk_mb: int | None = None
     processes: int | None = 512
     cpu_s: float | None = None
-    """CPU seconds, for the agent and for the verifier separately."""
+    """Limit on CPU time in seconds, applied to the agent and to the verifier separately."""
     nested: bool = False
-    """Allow commands to create user namespaces. No limit counts in-memory file systems there."""
+    """Allow commands to create user namespaces. In-memory file systems that they mount there count towards no limit."""
     services: Reachable | None = None
     """Services that the sandbox's commands can reach."""
     fakeroot: bool = False

@@ -62,14 +62,18 @@ END_S = 10.0
 """Timeout in seconds for a template to exit."""
 
 StartClone = Callable[[int, Callable[[Identity], None]], Awaitable[Clone]]
-"""Starts a clone. Takes the clone's standard error, and a callback that receives its first process before that process
-runs any program."""
+"""Function that starts a clone.
+
+Its arguments are the descriptor of the clone's standard error, and a callback. The callback receives the clone's first
+process before that process runs any program.
+"""
 
 _Trees = tuple[str, ...]
-"""The directories of an unpacked image, topmost first."""
+"""The directories of an unpacked image, topmost first, which identify the image."""
 
 ImageEnvironment = asyncio.Future[tuple[str, ...] | None]
-"""The environment of an image, read from its first container. ``None`` if it could not be read."""
+"""Future for the environment variables of an image, read from its first container. Its result is ``None`` if they
+could not be read."""
 
 
 class Template:
@@ -178,7 +182,7 @@ class Template:
             SandboxError: The template has ended or does not respond, or a field contains a zero byte.
         """
         if any("\0" in field for field in fields):  # zero bytes separate fields
-            raise SandboxError("a request whose field holds a zero byte")
+            raise SandboxError("a field of the clone request contains a zero byte")
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         stdin, our_stdin = os.pipe()
         our_stdout, stdout = os.pipe()
@@ -193,7 +197,9 @@ class Template:
                 self._pending[self._number] = answer
                 message = os.fsencode("\0".join((str(self._number), *fields)))
                 if len(message) > MAX_REQUEST_BYTES:
-                    raise SandboxError(f"a request of {len(message)} bytes; its template reads {MAX_REQUEST_BYTES}")
+                    raise SandboxError(
+                        f"a clone request of {len(message)} bytes; at most {MAX_REQUEST_BYTES} are supported"
+                    )
                 try:
                     async with asyncio.timeout(START_TIMEOUT_S):
                         pidfd = await self._send(message, [stdin, stdout, errors, go], answer)
@@ -245,7 +251,7 @@ class _RunningTemplate:
 
 
 class Templates:
-    """The template of one provider, and the environments of images.
+    """The template container of one provider, and the environment variables of images.
 
     If the template has ended, the next clone starts a new one.
 

@@ -73,7 +73,7 @@ class RemoteServices:
         self._failed = {name: str(file.get("cause")) for name, file in endpoints.items() if file.get("all_failed")}
 
     def prepare(self, planned: PlannedService) -> None:
-        """Called before a rollout uses a service. A job of the campaign runs it, so there is nothing to do."""
+        """Does nothing, because a job of the campaign runs the service. Called before a rollout uses a service."""
 
     def address(self, name: str) -> Address | None:
         """Returns the current address of a service, or ``None`` if it is not running."""
@@ -202,7 +202,7 @@ async def _connect(address: Address, port: int) -> tuple[asyncio.StreamReader, a
         if address.fingerprint:
             certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
             if hashlib.sha256(certificate).hexdigest() != address.fingerprint:
-                raise ConnectionError("another program has taken the place of the service")
+                raise ConnectionError("the certificate is not the service's; another program listens there")
     except BaseException:
         _abort(writer)
         raise

@@ -194,7 +194,8 @@ async def put_back(task: Task, sandbox: ApptainerSandbox, stored: Mapping[str, b
     try:
         for number, declared in enumerate(entries_of(task)):
             entry = manifest.get(declared.source)
-            if (entry and entry["error"] == "not there") or (not entry and declared.source == PUBLISHED):
+            was_missing = entry["error"] == "not there" if entry else declared.source == PUBLISHED
+            if was_missing:
                 continue
             if not entry or entry["error"] or entry.get("too_large_or_too_many") or entry.get("links", 1):
                 raise UnscoredError(f"not all files of its artifact {declared.source} are stored")

@@ -60,7 +60,7 @@ _MEGABYTES = {"": 1e-6, "b": 1e-6, "k": 1024e-6, "m": 1024**2 / 1e6, "g": 1024**
 _MAX_READY_S = 3600.0
 """Maximum seconds for a service to become healthy. Limited because the rollout occupies a slot meanwhile."""
 _MIN_READY_S = 60.0
-"""Seconds that a service gets at least to become healthy, because containers start more slowly on a cluster than on a
+"""Minimum seconds that a service gets to become healthy, because containers start more slowly on a cluster than on a
 laptop."""
 
 
@@ -76,9 +76,9 @@ def read_compose(file: Path, root: Path, dockerfiles: Dockerfiles) -> Compose:
     """Reads a ``docker-compose.yaml``.
 
     Args:
-        file: the file, which need not exist.
-        root: the task's directory, which build contexts must not leave.
-        dockerfiles: reads the services' Dockerfiles.
+        file: The file, which need not exist.
+        root: The task's directory, which build contexts must not leave.
+        dockerfiles: Reads the services' Dockerfiles.
 
     Raises:
         ConfigError: The services need features that sandboxes lack. The message names file, line, key and remedy.

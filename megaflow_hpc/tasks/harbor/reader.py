@@ -304,8 +304,8 @@ def _with_services(environment: Task, table: TomlTable, root: Path, dockerfiles:
             address = urlsplit(server.url)
             service = services.get(address.hostname or "")
             if service is None:
-                known = ", ".join(services) or "there is none"
-                raise section.error("url", server.url, f"the name of a service of {COMPOSE} ({known})")
+                names = ", ".join(services) or "there is none"
+                raise section.error("url", server.url, f"the name of a service of {COMPOSE} ({names})")
             port = address.port or (443 if address.scheme == "https" else 80)
             services[service.name] = replace(service, ports=tuple(sorted({*service.ports, port})))
     return replace(

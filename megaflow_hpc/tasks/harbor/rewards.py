@@ -36,8 +36,8 @@ def read_rewards(logs: Path) -> dict[str, float]:
     """Reads the named rewards from ``/logs/verifier``.
 
     Raises:
-        ValueError: The reward is missing or not a finite number, the two files disagree, or a file has no reward for
-            the whole rollout.
+        ValueError: The reward is missing or not a finite number, or the two files disagree. Also raised if a file has
+            no reward for the whole rollout.
     """
     by_file: dict[str, dict[str, float]] = {}
     with _open_logs(logs) as directory:

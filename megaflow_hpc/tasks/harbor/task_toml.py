@@ -21,8 +21,8 @@ ALLOWED_VARIABLES = "MEGAFLOW_TASK_ENV"
 """Environment variable with a comma-separated list of the variables that ``${NAME}`` in a task may read."""
 
 JUDGE_KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")
-"""Variables that stand for the key of the campaign's judges in ``[verifier.env]``, unless the user allows tasks to read
-the user's own variables with these names."""
+"""Variables of ``[verifier.env]`` that stand for the key of the campaign's judges. If the user allows tasks to read the
+user's own variable of the same name, that variable is used instead."""
 
 _TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _SIZES = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}

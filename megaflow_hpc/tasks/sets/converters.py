@@ -244,9 +244,9 @@ def _exercise(exercise: Path, language: str) -> NewTask:
     if absent := sorted({*files.solution, *files.test} - given.keys()):
         raise ValueError(f"{', '.join(absent)}: missing")
     # Name the directory after the exercise, because CMake derives the program's name from it.
-    place = {"workdir": f"/work/{exercise.name}", "command": POLYGLOT_COMMANDS[language]}
+    values = {"workdir": f"/work/{exercise.name}", "command": POLYGLOT_COMMANDS[language]}
     names = ", ".join(f"`{name}`" for name in files.solution)
-    written: dict[str, str | bytes] = {"instruction.md": text + POLYGLOT_TASK.format(names=names, **place)}
+    written: dict[str, str | bytes] = {"instruction.md": text + POLYGLOT_TASK.format(names=names, **values)}
     for path, data in given.items():
         if path not in files.test:
             written[f"environment/{path}"] = data
@@ -254,16 +254,18 @@ def _exercise(exercise: Path, language: str) -> NewTask:
             written[f"tests/files/{path}"] = _SKIPPED.sub(b"", data) if path in files.test else data
     for example, path in _solutions(exercise, files).items():
         written[f"solution/files/{path}"] = _read(exercise, example)
-    written["solution/solve.sh"] = f"#!/bin/bash\ncp -r /solution/files/. {place['workdir']}/\n"
-    written["tests/test.sh"] = POLYGLOT_TEST.format(**place)
+    written["solution/solve.sh"] = f"#!/bin/bash\ncp -r /solution/files/. {values['workdir']}/\n"
+    written["tests/test.sh"] = POLYGLOT_TEST.format(**values)
     image = "python" if language == "python" else "aider-polyglot"
     source = f"aider-polyglot {language}/{exercise.name}"
-    return NewTask(f"{language}-{exercise.name}", written, source, image, place["workdir"])
+    return NewTask(f"{language}-{exercise.name}", written, source, image, values["workdir"])
 
 
 def _solutions(exercise: Path, files: _Files) -> dict[str, str]:
-    """Maps each example file to the solution file that it replaces, which has the same name or else the same suffix.
-    Other example files are helpers, which are placed next to the solution."""
+    """Maps each example file to the solution file of the same name, or else of the same suffix, which it replaces.
+
+    Other example files are helpers, which are placed next to the solution.
+    """
     free, placed = list(files.solution), dict[str, str]()
     for same in (lambda path: path.name, lambda path: path.suffix):
         for example in (each for each in files.example if each not in placed):
@@ -371,7 +373,11 @@ def _problem(
     if not pairs or not text.strip():
         raise ValueError(f"problem {name!r}: has no {'statement' if pairs else 'tests'}")
     problem = {"name": function, "limit_s": limit_s, "tests": pairs}
-    how = FUNCTION.format(code=code.rstrip()) if code else f"The tests call `{function}`." if function else PROGRAM
+    how = PROGRAM
+    if code:
+        how = FUNCTION.format(code=code.rstrip())
+    elif function:
+        how = f"The tests call `{function}`."
     files: dict[str, str | bytes] = {
         "instruction.md": text + PROBLEM_TASK.format(how=how, limit_s=limit_s),
         "environment/solution.py": code,

@@ -48,7 +48,7 @@ FILE = Path(__file__).with_name("registry.yaml")
 
 
 class TaskSet(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A task set in the registry. Numbers are stated by :attr:`sources`, or ``unknown``."""
+    """A task set in the registry. A number is ``unknown`` if no page in :attr:`sources` states it."""
 
     title: str
     licence: str
@@ -67,7 +67,7 @@ class TaskSet(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Files that the set's releases added, in order of release. Versions such as ``release_v2`` and ``v2_v4`` select a
     part of them."""
     needed: list[str] = []
-    """Files of which the selected release consists."""
+    """Files of the selected release."""
     archive: str = ""
     """URL of a tar.gz. ``{revision}`` is replaced with the version."""
     home: str = ""
@@ -200,7 +200,7 @@ class SetSource:
         info, _ = self._json(f"{hub}/api/datasets/{repo}/revision/{version}")
         revision = str(info.get("sha") or self.version) if isinstance(info, dict) else self.version
         quoted = urllib.parse.quote(revision, safe="")
-        found = []
+        remotes = []
         for entry in self._entries(f"{hub}/api/datasets/{repo}/tree/{quoted}?recursive=true"):
             path = entry.path
             if entry.type != "file" or not any(fnmatch.fnmatchcase(path, each) for each in self.task_set.files):
@@ -209,15 +209,15 @@ class SetSource:
                 raise SiteError(f"{self.name}: {hub} lists {path!r}, which is not a file of the set")
             url = f"{hub}/datasets/{repo}/resolve/{quoted}/{urllib.parse.quote(path)}"
             digest = entry.lfs.oid if entry.lfs else ""
-            found.append(Remote(url, path, entry.size, digest, _is_commit(revision), self._gets_token))
-        lacking = {*self.task_set.needed} - {remote.path for remote in found}
-        if not found or lacking:
+            remotes.append(Remote(url, path, entry.size, digest, _is_commit(revision), self._gets_token))
+        lacking = {*self.task_set.needed} - {remote.path for remote in remotes}
+        if not remotes or lacking:
             wanted = ", ".join(sorted(lacking) or self.task_set.files)
             raise ConfigError(
                 f"{self.name}@{self.version}: {repo} has no file {wanted} at this version; name another one "
                 f"(NAME@VERSION, see {self.task_set.page}), or import files that you have with --from DIR"
             )
-        return revision, sorted(found, key=lambda remote: remote.path)
+        return revision, sorted(remotes, key=lambda remote: remote.path)
 
     def _entries(self, url: str) -> list[_Entry]:
         """Returns all entries of a paginated list."""
@@ -306,8 +306,10 @@ def fetch(source: SetSource, remote: Remote, directory: Path, say: Callable[[str
     target = directory / remote.path
     target.parent.mkdir(parents=True, exist_ok=True)
     with locked_if_supported(target.with_name(f".{target.name}.lock")):
-        if target.is_file() and remote.fixed and remote.sha256 in ("", digest := digest_of(target)):
-            return target, digest
+        if remote.fixed and target.is_file():
+            digest = digest_of(target)
+            if remote.sha256 in ("", digest):
+                return target, digest
         say(f"downloading {remote.path}" + (f" ({remote.size:,} bytes)" if remote.size else ""))
         return target, _download(source, remote, target)
 
@@ -365,13 +367,13 @@ def _continue(remote: Remote, part: Path, start: int) -> bool:
     with closing(_open(remote.url, headers, hub=remote.hub)) as response:
         continues = response.status == 206 and response.headers.get("Content-Range", "").startswith(f"bytes {start}-")
         length = response.headers.get("Content-Length")
-        expected = (start if continues else 0) + int(length) if length and length.isdigit() else None
         size = start if continues else 0
+        expected = remote.size
+        if expected is None and length and length.isdigit():
+            expected = size + int(length)
         with part.open("ab" if continues else "wb") as file:
             while (remote.size is None or size <= remote.size) and (chunk := response.read(CHUNK)):
                 size += file.write(chunk)
-    if remote.size is not None:
-        expected = remote.size
     return expected is None or size == expected
 
 

@@ -6,15 +6,14 @@ import glob
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.host.atomic import write_json
-from megaflow_hpc.host.locks import lock_descriptor
+from megaflow_hpc.host.locks import directory_locked_if_supported
 from megaflow_hpc.resources import docs
 from megaflow_hpc.tasks.formats import refuse_into
 from megaflow_hpc.tasks.loading import load_tasks
@@ -118,7 +117,7 @@ def import_set(
         )
         if strict and imported.left_out:
             raise Mistakes(imported.left_out)
-        with _alone(output):
+        with directory_locked_if_supported(output):  # only one import at a time replaces results in it
             # Write the record first, because only tasks with a record may be replaced by a repeated call.
             write_json(
                 record,
@@ -140,8 +139,11 @@ def import_set(
 
 
 def _image_of_pages(name: str, image: Path | None, version: str, origin: Path | None, mirror: str) -> Path:
-    """Returns the image from which to read pages. Raises ConfigError if the image is missing, or if an option does not
-    apply to a set whose data is part of an image."""
+    """Returns the image from which to read pages.
+
+    Raises:
+        ConfigError: The image is missing, or an option does not apply to a set whose data is part of an image.
+    """
     if version or origin or mirror:
         raise ConfigError(
             f"{name}: its pages are in an image, at the image's version; leave out @VERSION, --from, --mirror"
@@ -166,19 +168,6 @@ def _episodes(
     return version, *_read_back(target, left_out)
 
 
-@contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Holds a directory's lock, so that only one import at a time replaces results in it. If the file system does not
-    support locks, no lock is held."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with suppress(OSError):
-            lock_descriptor(descriptor)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def _local(name: str, task_set: TaskSet, origin: Path) -> list[Path]:
     """Returns the files of a set in a directory. They may be at their paths in the set, or directly in the
     directory."""
@@ -193,8 +182,8 @@ def _local(name: str, task_set: TaskSet, origin: Path) -> list[Path]:
         return [archives[0] if len(archives) == 1 else origin]
     patterns = [*task_set.files, *(pattern.rpartition("/")[2] for pattern in task_set.files), "*.jsonl", "*.parquet"]
     for pattern in patterns:
-        if found := sorted(path for path in origin.glob(pattern) if path.is_file()):
-            return found
+        if matches := sorted(path for path in origin.glob(pattern) if path.is_file()):
+            return matches
     raise ConfigError(f"--from {origin}: {name} needs {', '.join(task_set.files)}; none of them is there")
 
 

@@ -1,5 +1,7 @@
-"""SWE-bench style JSONL files: the task format, and the import of a file, which checks each line and writes the
-instances in a uniform format."""
+"""Task format of SWE-bench style JSONL files, and their import.
+
+The import checks each line and writes the instances in a uniform format.
+"""
 
 from __future__ import annotations
 
@@ -97,8 +99,8 @@ def import_file(
         strict: Write nothing if a line would be left out.
 
     Raises:
-        ConfigError: The file cannot be read, none of its instances can be tested, or ``strict`` is set and a line would
-            be left out.
+        ConfigError: The file cannot be read, or none of its instances can be tested. Also raised if ``strict`` is set
+            and a line would be left out.
     """
     if target is not None and target.exists() and source.exists() and target.samefile(source):
         raise ConfigError(f"{target}: is the file to read; name another directory")

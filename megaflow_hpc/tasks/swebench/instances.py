@@ -31,7 +31,7 @@ _IMAGE = re.compile(r"([a-z][a-z-]*://)?[A-Za-z0-9][A-Za-z0-9._/:@+~-]*")
 """Matches an image name, optionally with a registry. Paths are not allowed, because lines are untrusted and image files
 are not checked."""
 _ADJACENT = re.compile(r"""['"]\s*['"]""")
-"""Matches quotes between which there may be no comma."""
+"""Matches two quotes that no comma separates, as between names in numpy's output."""
 _PATH = re.compile(r"(/(?!\.\.?(/|$))[^/\x00-\x1f\x7f]+)+/?")
 
 
@@ -234,8 +234,8 @@ def _text(line: Line, key: str, value: Any) -> str:
 
 
 def _writable(line: Line, key: str, text: str, *, nul: bool = False) -> str:
-    """Returns a string after checking that it can be written to a file and, unless ``nul`` is set, passed as an
-    argument."""
+    """Returns a string after checking that it can be written to a file. Unless ``nul`` is set, also checks that it can
+    be a program's argument."""
     try:
         text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:

@@ -84,7 +84,8 @@ def settle(tasks: Sequence[Task], refuse: Refuse = raise_error) -> list[Task]:
 
 
 def _settle(tasks: Sequence[Task], refuse: Refuse) -> list[Task]:
-    for_package = [(task, instance) for task in tasks if (instance := load(task)).runner != "named"]
+    loaded = [(task, load(task)) for task in tasks]
+    for_package = [(task, instance) for task, instance in loaded if instance.runner != "named"]
     if for_package and not is_installed("swebench"):
         task, instance = for_package[0]
         raise ConfigError(

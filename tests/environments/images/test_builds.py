@@ -150,7 +150,7 @@ def test_a_build_on_an_image_begins_in_its_directory_and_makes_no_step_twice(
         (tmp_path / name / "f").write_text(name)
         said: list[str] = []
         image = build(tmp_path / name, text, bases, said=said)
-        return image, [line for line in said if "other than in Docker" not in line]
+        return image, [line for line in said if "differs from Docker" not in line]
 
     first, said = made("first", "FROM base\nENV A=1\nWORKDIR /w\nRUN echo made > made\n")
     assert len(said) == 2
@@ -263,7 +263,7 @@ def test_trees_stay_for_the_next_build_as_long_as_there_is_room(
 
 # --- what a build reports ---------------------------------------------------------------------------------------------
 
-DIFFERS = ": other than in Docker: "
+DIFFERS = ": differs from Docker: "
 NO_OWNERS = ": no subordinate ids here (/etc/subuid): root owns every file while steps run"
 
 

@@ -146,7 +146,7 @@ def test_a_damaged_or_missing_layer_and_a_changed_base_are_named(
             with pytest.raises(SandboxError, match=f"{damaged.digest}: "):
                 open_cache().acquire(image, flat=flat)
         blob.unlink()
-        with pytest.raises(SandboxError, match=f"{damaged.digest}: the layer is not there"):
+        with pytest.raises(SandboxError, match=f"{damaged.digest}: the layer is missing"):
             open_cache().acquire(image)
         blob.write_bytes(whole)
         open_cache().acquire(image).release()
@@ -160,7 +160,7 @@ def test_a_damaged_or_missing_layer_and_a_changed_base_are_named(
     with pytest.raises(SandboxError, match=rf"{over}: its base {own} was changed after it was built; build it again"):
         cache.acquire(over)
     own.unlink()
-    with pytest.raises(SandboxError, match=r"its base .*own\.sif is not there"):
+    with pytest.raises(SandboxError, match=r"its base .*own\.sif is missing"):
         cache.ready(over)
     cache.clear()
     nothing_is_left(tmp_path / "cache")

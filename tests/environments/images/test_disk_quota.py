@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.environments.images.disk_quota import QUOTA_TIMEOUT_S, disk_quota, mount_of, quotas
+from megaflow_hpc.environments.images.disk_quota import QUOTA_TIMEOUT_S, disk_quota, quotas
+from megaflow_hpc.host.mounts import mount_of
 
 
 def test_the_narrowest_limit_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +27,7 @@ def test_the_narrowest_limit_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (programs / name).write_text(f"#!/bin/sh\nprintf %s {shlex.quote(text)}\nexit {status}\n")
         (programs / name).chmod(0o755)
 
-    device = mount_of(tmp_path)[0]
+    device = mount_of(tmp_path).device
     head = "Disk quotas for user x (uid 1):\n Filesystem blocks quota limit grace files quota limit grace\n"
     prints("quota", f"{head}/dev/other 1 2 3 0 1 2 3 0\n{device} 1000 1500 2000 0 90 0 100 0\n")
     limited = disk_quota(tmp_path)

@@ -17,7 +17,7 @@ import pytest
 
 from megaflow_hpc.cli import main
 from megaflow_hpc.environments.images import sif
-from megaflow_hpc.environments.images.disk_quota import SITE_VARIABLES, VARIABLE, default_stores, mount_of
+from megaflow_hpc.environments.images.disk_quota import SITE_VARIABLES, VARIABLE, default_stores
 from megaflow_hpc.environments.images.image_file import LABEL, image_start, working_directory
 from megaflow_hpc.environments.images.layered import ImageStart, read_layered
 from megaflow_hpc.environments.images.resolve import Images, definition_digest
@@ -25,6 +25,7 @@ from megaflow_hpc.environments.images.sources import ImageMapping, Registries, s
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.apptainer import clean_environment, find_apptainer
+from megaflow_hpc.host.mounts import mount_of
 from tests.support.oci import oci_archive
 from tests.support.registries import Front, Registry, tree_layer
 from tests.support.small_images import SmallImages, digest_of
@@ -439,7 +440,7 @@ def test_images_are_kept_where_there_is_room_and_are_not_made_where_there_is_non
     assert default_stores() == [own, home / ".megaflow-hpc" / "images"]
     assert default_stores(f"{named}:/group/images") == [named, Path("/group/images")]
     # If a quota leaves little space, another directory is chosen, and a named store there is refused.
-    device = mount_of(scratch)[0]
+    device = mount_of(scratch).device
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "quota").write_text(f"#!/bin/sh\necho '{device} 1000 0 3000 0 10 0 0 0'\n")

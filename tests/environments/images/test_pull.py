@@ -227,9 +227,9 @@ def test_steps_run_as_the_user_of_the_image_that_they_start_from(
     assert ((tree / "own" / "who").read_text(), (tree / "root-did").read_text()) == ("12\n34\n", "0\n")
     assert read_layered(path).user == "root"
     assert read_layered(pulled(images, "team/user:1")).user == "12:34"
-    notes = [line.partition("Dockerfile:")[2] for line in said if "other than in Docker" in line]
+    notes = [line.partition("Dockerfile:")[2] for line in said if "differs from Docker" in line]
     assert notes == [
-        "3: other than in Docker: /tmp and /var/tmp are made writable for every user",
-        "5: other than in Docker: a cache mount is empty in every step",
-        "5: other than in Docker: a bind mount is a copy; what is written to it is lost, and does not fail",
+        "3: differs from Docker: /tmp and /var/tmp are made writable for every user",
+        "5: differs from Docker: a cache mount is empty in every step",
+        "5: differs from Docker: a bind mount is a copy; what is written to it is lost, and does not fail",
     ]

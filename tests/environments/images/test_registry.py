@@ -156,7 +156,7 @@ def test_of_an_index_this_machines_image_is_taken(registry: Registry) -> None:
     registry.push_manifest("index", "arm", index | {"manifests": [attestation, described[0]]})
     with pytest.raises(SiteError, match=r"index:arm: no image for linux/amd64; there are linux/arm64$"):
         Shelf().fetch(reference(registry, "index:arm"))
-    with pytest.raises(SiteError, match=r"an image for 'linux/arm64', and this machine is linux/amd64"):
+    with pytest.raises(SiteError, match=r"an image for 'linux/arm64', but this machine is linux/amd64"):
         Shelf().fetch(reference(registry, "index:arm64"))
 
 
@@ -170,9 +170,9 @@ def test_a_mirror_is_asked_in_a_registrys_place(registry: Registry, between: Fro
 
 def test_what_is_not_there_is_said(registry: Registry) -> None:
     registry.push("there", "1", [layer({"a": b""})])
-    with pytest.raises(SiteError, match=r"there:2: the registry does not have it: manifests/2: 404 \(MANIFEST_UNKNOWN"):
+    with pytest.raises(SiteError, match=r"there:2: not found in the registry: manifests/2: 404 \(MANIFEST_UNKNOWN"):
         Shelf().fetch(reference(registry, "there:2"))
-    with pytest.raises(SiteError, match=r"nowhere:latest: the registry does not have it"):
+    with pytest.raises(SiteError, match=r"nowhere:latest: not found in the registry"):
         Shelf().fetch(reference(registry, "nowhere"))
     with pytest.raises(SiteError, match=r"127.0.0.1:1 cannot be reached: .*refused"):
         Shelf().fetch(Reference("127.0.0.1:1", "x", plain=True))
@@ -207,7 +207,9 @@ def closed(registry_program: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def test_apptainers_login_is_used(closed: Registry, home: Path) -> None:
     with front(closed.address) as between:
-        with pytest.raises(SiteError, match=rf"wants a login; to log in: apptainer registry login .*{between.address}"):
+        with pytest.raises(
+            SiteError, match=rf"requires a login; to log in: apptainer registry login .*{between.address}"
+        ):
             Shelf().fetch(reference(between, "secret:1"))
         login = [apptainer.find_apptainer(), "registry", "login", "--username", USER, "--password-stdin"]
         subprocess.run([*login, f"docker://{between.address}"], input=PASSWORD.encode(), check=True, timeout=60)
@@ -354,7 +356,9 @@ def test_a_token_server_gets_the_credentials_and_the_registry_the_token(
             behind.authorization = f"Bearer {tokens.token('team/x', 'pull', 'push')}"
             behind.push("team/x", "1", [layer({"a": b"x"})])
             with front(behind.address) as between:
-                with pytest.raises(SiteError, match=r"127.0.0.1 gives no token without credentials \(401\); to log in"):
+                with pytest.raises(
+                    SiteError, match=r"127.0.0.1 issued no token without credentials \(401\); to log in"
+                ):
                     Shelf().fetch(reference(between, "team/x:1"))
                 entry = {"auth": BASIC[6:]} if kind == "password" else {"identitytoken": "identity"}
                 (home / ".docker").mkdir()
@@ -533,7 +537,7 @@ HOSTILE: dict[str, tuple[dict[str, Answer], str]] = {
     "a digest and a line": (sent(changed_layer(digest=f"sha256:{ONE.digest}\n")), UNREADABLE),
     "a negative size": (sent(changed_layer(size=-1)), UNREADABLE),
     "no layer": (sent(changed_layer(mediaType=FOREIGN)), rf"'{FOREIGN}' is not a layer"),
-    "many layers": (sent(manifest_of([ONE] * 1001)), r"1001 layers; at most 1000 are taken"),
+    "many layers": (sent(manifest_of([ONE] * 1001)), r"1001 layers; at most 1000 are supported"),
     "no image": (
         sent(manifest_of([ONE], mediaType="application/vnd.cncf.helm.config.v1+json")),
         r"is not a manifest of a container image",
@@ -541,7 +545,7 @@ HOSTILE: dict[str, tuple[dict[str, Answer], str]] = {
     "another configuration": ({digest_of(config_of([ONE])): says(200, b"{}")}, r"ended early|registry sent sha256"),
     "a large configuration": (
         sent(manifest_of([ONE], config=LARGE)),
-        r"its configuration has 1099511627776 bytes, at most 4194304 are read",
+        r"its configuration has 1099511627776 bytes, at most 4194304 are supported",
     ),
     "archives that do not fit": (
         sent(manifest_of([ONE, ONE], config=json.loads(manifest_of([ONE]))["config"])),
@@ -557,7 +561,10 @@ HOSTILE: dict[str, tuple[dict[str, Answer], str]] = {
         {"/1": says(401, WWW_Authenticate='Bearer realm="file:///etc/passwd",service="x"')},
         r"takes its tokens from 'file:///etc/passwd', which is not https",
     ),
-    "a token with a header": ({TOKEN: says(200, b'{"token": "x\\r\\nHost: y"}')}, "gives no token without credentials"),
+    "a token with a header": (
+        {TOKEN: says(200, b'{"token": "x\\r\\nHost: y"}')},
+        "issued no token without credentials",
+    ),
     "an endless token": ({TOKEN: endless}, r"the answer of its token server has more than 1048576 bytes"),
 }
 
@@ -583,7 +590,7 @@ def test_what_is_not_as_it_should_be_is_an_error_and_nothing_is_kept(lie: str) -
 def test_a_manifest_by_digest_is_that_manifest(registry: Registry, between: Front) -> None:
     described = registry.push("exact", "1", [ONE])
     between.rules[described["digest"]] = says(200, manifest_of([]), Content_Type=MANIFEST)
-    with pytest.raises(SiteError, match=rf"asked for manifest {described['digest']}, the registry sent sha256:"):
+    with pytest.raises(SiteError, match=rf"requested manifest {described['digest']}, but the registry sent sha256:"):
         Shelf().fetch(reference(between, f"exact@{described['digest']}"))
 
 
@@ -594,6 +601,6 @@ def test_one_layer_that_fails_ends_the_others(
     registry.push("ends", "1", contents)
     between.rules[contents[1].digest] = says(404)
     monkeypatch.setattr(f"{fetch.__module__}.PARALLEL_LAYERS", 1)
-    with pytest.raises(SiteError, match=rf"does not have it: blobs/sha256:{contents[1].digest}: 404"):
+    with pytest.raises(SiteError, match=rf"not found in the registry: blobs/sha256:{contents[1].digest}: 404"):
         Shelf().fetch(reference(between, "ends:1"))
     assert between.blobs()[1:] == [contents[0].digest, contents[1].digest]

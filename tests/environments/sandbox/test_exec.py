@@ -252,9 +252,9 @@ async def test_a_kill_from_outside_is_a_lost_container_and_never_a_result(start_
     await until_async(lambda: sandbox.busy, "the command runs")
     assert sandbox.pid is not None
     os.kill(sandbox.pid, signal.SIGKILL)
-    with pytest.raises(LostError, match="ended from outside"):
+    with pytest.raises(LostError, match="killed from outside"):
         await command
-    with pytest.raises(LostError, match="ended from outside"):
+    with pytest.raises(LostError, match="killed from outside"):
         await sandbox.exec("true")
     await sandbox.kill_processes()
     assert (await sandbox.exec("ls /kept")).stdout == "/kept\n"

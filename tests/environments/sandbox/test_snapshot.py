@@ -105,5 +105,5 @@ async def test_a_place_that_is_taken_and_a_snapshot_of_another_image_are_refused
             with pytest.raises(SandboxError, match="no snapshot could be created"):
                 await sandbox.snapshot(tmp_path / "file" / "kept")
             assert (await sandbox.exec("echo on")).stdout == "on\n"
-        with pytest.raises(SandboxError, match="a snapshot over"):
+        with pytest.raises(SandboxError, match="a snapshot of a sandbox over"):
             await provider.start(SandboxSpec(str(tmp_path)), kept)

@@ -101,7 +101,7 @@ async def test_only_the_key_and_the_certificate_of_the_service_open_it(tmp_path:
     async with service(tmp_path) as (address, _):
         for wrong, why in (
             (replace(address, key="j" * 64), "accepts no connection"),
-            (replace(address, fingerprint="0" * 64), "another program has taken the place"),
+            (replace(address, fingerprint="0" * 64), "another program listens there"),
         ):
             used = RemoteService("words", (PORT,), known(wrong))
             used._address = wrong

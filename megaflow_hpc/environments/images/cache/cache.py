@@ -1,20 +1,20 @@
-"""Unpacks each image once per node, verifies it, and keeps the copies within a disk budget. Prefetches images.
+"""Unpacks each image once per node, verifies it, and keeps the unpacked files within a disk budget. Prefetches images.
 
-The cache stores an image as one copy for each layer and the base, or as a single flat tree.
+The cache stores an image as one entry for each layer and the base, or as a single entry with a flat tree.
 
 ====================  ==========================================  ====================================
-copy                  contents                                    made from
+entry                 contents                                    made from
 ====================  ==========================================  ====================================
 ``<key>-tree``        ``rootfs/``, the image's files              a SIF, or a base and all its layers
 ``<digest>-layer``    ``rootfs/``, an overlay's upper directory   a layer's blob
 ====================  ==========================================  ====================================
 
-Images share the copies of their common layers. When a source file is unpacked, it is verified against the digest in its
-name. Existing copies are not verified again. An image outside of stores, such as a SIF that a campaign maps, is
+Images share the entries of their common layers. When a source file is unpacked, it is verified against the digest in
+its name. Existing entries are not verified again. An image outside of stores, such as a SIF that a campaign maps, is
 identified by path, size and mtime.
 
-Leased copies are never removed (:mod:`.index`). A process reserves space for all missing copies of an image at once. A
-process reserves nothing while it waits, so two processes cannot deadlock.
+Leased entries are never removed (:mod:`.index`). A process reserves space for all missing entries of an image at once.
+A process reserves nothing while it waits, so two processes cannot deadlock.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from megaflow_hpc.host.files import remove_tree
 
 TREE_EXTRA_INODES = 64
 LAYER_EXTRA_INODES = 8
-"""Number of inodes, with a margin, that a copy needs in addition to its files."""
+"""Number of inodes, with a margin, that a cache entry needs in addition to its files."""
 
 
 @dataclass(frozen=True)
 class CachedTree:
-    """One copy in the cache. ``make(directory)`` writes it to ``directory/rootfs`` and returns the number of bytes
+    """One entry of the cache. ``make(directory)`` writes it to ``directory/rootfs`` and returns the number of bytes
     read."""
 
     name: str
     source: str
-    """Path of the file that the copy is made from."""
+    """Path of the file that the entry is made from."""
     size: DiskUsage
     make: Callable[[Path], int]
 
@@ -72,7 +72,7 @@ class ImagePlan:
 
     @property
     def sizes(self) -> dict[str, DiskUsage]:
-        """Sizes of the artifacts, by name."""
+        """Sizes of the image's cache entries, by name."""
         return {artifact.name: artifact.size for artifact in self.artifacts}
 
 
@@ -128,7 +128,7 @@ def _unpack_sif(facts: ImageFacts, target: Path, apptainer: str) -> int:
     if facts.digest:
         source.unlink()
     elif stamp(facts.path) != before:
-        raise SandboxError(f"{facts.path}: was replaced while it was being unpacked; start again")
+        raise SandboxError(f"{facts.path}: was replaced while it was being unpacked; try again")
     return facts.bytes
 
 
@@ -136,16 +136,14 @@ def _unpack_layer(blob: str, layer: LayerFacts, target: Path, *, marks: bool = F
     try:
         os.stat(blob)
     except OSError as error:
-        raise SandboxError(
-            f"{blob}: the layer is not there ({error.strerror}); build or pull its image again"
-        ) from None
+        raise SandboxError(f"{blob}: the layer is missing ({error.strerror}); build or pull its image again") from None
     unpack(blob, layer, target, marks=marks)
     return layer.bytes
 
 
 def _lay_out(facts: ImageFacts, directory: Path, apptainer: str) -> int:
-    """Copies the base's files and merges each layer into them, as an overlay would. Returns the number of bytes
-    read."""
+    """Copies the base's files to ``directory`` and merges each layer into them, as an overlay would. Returns the number
+    of bytes read."""
     root, above = directory / "rootfs", directory / "layer"
     count = 0
     if facts.base is None:
@@ -181,7 +179,7 @@ def _measure(directory: str) -> DiskUsage:
 
 
 POLL_INTERVAL_S = (0.005, 0.1)
-"""First and longest pause in seconds between polls for space or for another process."""
+"""First and longest pause in seconds between polls for free space or for another process."""
 
 
 class ImageLease:
@@ -191,28 +189,28 @@ class ImageLease:
     """
 
     def __init__(
-        self, path: str, layers: Sequence[str] = (), index: CacheIndex | None = None, copies: Sequence[str] = ()
+        self, path: str, layers: Sequence[str] = (), index: CacheIndex | None = None, entries: Sequence[str] = ()
     ) -> None:
         self.path = path
         self.layers = tuple(layers)
-        self._index, self._copies = index, copies
+        self._index, self._entries = index, entries
 
     def release(self) -> None:
         """Ends the lease. Idempotent."""
         index, self._index = self._index, None
         if index is not None:
-            index.release(self._copies)
+            index.release(self._entries)
 
 
 class ImageCache:
-    """This process's access to the node's image cache. All processes of the user share the copies.
+    """This process's access to the node's image cache. All processes of the user share the entries.
 
     Args:
         root: Private directory on local scratch.
         apptainer: Path of the Apptainer program.
-        budget_bytes: Maximum total size of all copies. Default: ``MEGAFLOW_CACHE_GB`` (in 10^9 bytes), else 80 % of the
-            free space on scratch.
-        budget_inodes: Maximum number of inodes of all copies. Default: 80 % of the free inodes on scratch.
+        budget_bytes: Maximum total size of all entries. Default: ``MEGAFLOW_CACHE_GB`` (in 10^9 bytes), else 80 % of
+            the free space on scratch.
+        budget_inodes: Maximum number of inodes of all entries. Default: 80 % of the free inodes on scratch.
     """
 
     def __init__(
@@ -221,7 +219,7 @@ class ImageCache:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.apptainer = apptainer
         self.copied_bytes = 0
-        """Number of bytes that this process has read from stores to make copies."""
+        """Number of bytes that this process has read from stores to make entries."""
         self._index = CacheIndex(root, budget_bytes, budget_inodes)
         self._files = ImageFiles()
         self._plans: dict[tuple[str, bool], tuple[ImageFacts, ImagePlan]] = {}
@@ -234,14 +232,14 @@ class ImageCache:
     def acquire(self, image: str, *, flat: bool = False, timeout_s: float = 1800.0) -> ImageLease:
         """Returns a lease on an image, unpacking the image first if necessary.
 
-        Blocks while another process unpacks the image, or while the cache is full of copies in use.
+        Blocks while another process unpacks the image, or while all entries are in use and leave no space.
 
         Args:
             flat: Use the image as one tree, for nodes that cannot stack layers with an overlay.
 
         Raises:
-            SandboxError: The image is missing, too large, does not match the digest in its name, or was not unpacked
-                within ``timeout_s`` seconds.
+            SandboxError: The image is missing, is too large, or does not match the digest in its name. Also raised if
+                it was not unpacked within ``timeout_s`` seconds.
         """
         if os.path.isdir(image):
             return ImageLease(os.path.realpath(image))
@@ -258,7 +256,7 @@ class ImageCache:
         return self._lease(wanted)
 
     def ready(self, image: str, *, flat: bool = False) -> ImageLease | None:
-        """Returns a lease if the image is cached, else ``None``. Never waits."""
+        """Returns a lease on an image if it is cached, else ``None``. Never waits."""
         if os.path.isdir(image):
             return ImageLease(os.path.realpath(image))
         wanted = self._plan(image, flat)
@@ -272,16 +270,16 @@ class ImageCache:
     ) -> int:
         """Unpacks ``images``, soonest needed first, until the cache is full. Blocks.
 
-        Until the next call, copies of these images are evicted after all other copies. To protect images that are in
-        use and will be needed again, list them first. Prefetching never evicts copies that a process uses or has
-        listed.
+        Until the next call, these images are evicted after all other images. To protect images that are in use and will
+        be
+        needed again, list them first. Prefetching never evicts an image that a process uses or has listed.
 
         Args:
             flat: Returns whether an image is used as one tree on this node.
             until: Polled between images. The call returns once it is true.
 
         Returns:
-            ``n`` if the first ``n`` images are cached or being unpacked by another process.
+            Number of leading ``images`` that are cached or that another process is unpacking.
         """
         plans = [self._plan(image, flat(image)) for image in images if not os.path.isdir(image)]
         self._index.want(list(dict.fromkeys(name for wanted in plans for name in wanted.names)))
@@ -304,12 +302,14 @@ class ImageCache:
 
     @property
     def budget(self) -> DiskUsage:
-        """Maximum total bytes and inodes of all copies."""
+        """Maximum total bytes and inodes of all entries in the cache."""
         return self._index.budget
 
     def list(self) -> list[dict[str, object]]:
-        """Returns a row for each copy: ``name``, ``bytes``, ``inodes``, ``image`` (its source), ``ahead`` (prefetched),
-        ``made_at`` and ``used_at`` (Unix seconds), and ``in_use``.
+        """Returns a row for each entry.
+
+        The columns are ``name``, ``bytes``, ``inodes``, ``image`` (its source), ``ahead`` (prefetched), ``made_at`` and
+        ``used_at`` (Unix seconds), and ``in_use``.
         """
         used = self._index.in_use()
         rows = []
@@ -320,14 +320,14 @@ class ImageCache:
         return rows
 
     def clear(self) -> int:
-        """Removes every copy that is not in use. Returns the number of bytes freed."""
+        """Removes every entry that is not in use. Returns the number of bytes freed."""
         freed = 0
         for entry in self._index.entries():
             if self._index.remove(entry.name):
                 freed += entry.size.bytes
         return freed
 
-    # --- making copies ------------------------------------------------------------------------------------------
+    # --- making entries -----------------------------------------------------------------------------------------
 
     def _plan(self, image: str, flat: bool) -> ImagePlan:
         facts = self.facts(image)
@@ -343,11 +343,11 @@ class ImageCache:
         return ImageLease(trees[-1], trees[:-1], self._index, wanted.names)
 
     def _make_missing(self, wanted: ImagePlan, deadline: float) -> bool:
-        """Makes the missing copies of an image that no other thread or process is making.
+        """Makes the missing entries of an image that no other thread or process is making.
 
         Returns:
-            True if all copies exist and are marked as used. False if another process exited before it had made its
-                copies. The caller must then try again.
+            True if all entries exist and are marked as used. False if another process exited before it had made its
+            entries. The caller must then try again.
         """
         self._check_size(wanted)
         claim = self._claim(wanted, deadline)
@@ -374,10 +374,10 @@ class ImageCache:
             )
 
     def _claim(self, wanted: ImagePlan, deadline: float) -> CacheClaim | None:
-        """Reserves space for the missing copies, after all processes and threads that started waiting earlier.
+        """Reserves space for an image's missing entries, after all processes and threads that started waiting earlier.
 
         Returns:
-            The claim, or ``None`` if other threads or processes have made, or are making, all missing copies.
+            The claim, or ``None`` if other threads or processes have made, or are making, all missing entries.
 
         Raises:
             TimeoutError: The deadline has passed.
@@ -416,11 +416,11 @@ class ImageCache:
             self._index.give_up(names)
 
     def _wait_for(self, names: Sequence[str], deadline: float) -> None:
-        """Waits until other threads or processes have made copies. They hold reserved space, so they cannot be waiting
+        """Waits until other threads or processes have made entries. They hold reserved space, so they cannot be waiting
         for this process."""
         missing = [name for name in names if not self._index.has(name)]
         for name, maker in self._index.makers(missing).items():
-            for _ in _polls(deadline, "another process that stages it does not finish"):
+            for _ in _polls(deadline, "another process is still unpacking it"):
                 if self._index.has(name) or not self._index.makes(maker, name):
                     break
 
@@ -461,7 +461,7 @@ class Prefetcher:
             self._changed.notify()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Stops the thread. Waits at most ``timeout_s`` seconds for the copy in progress."""
+        """Stops the thread. Waits at most ``timeout_s`` seconds for the image that is being unpacked."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -1,18 +1,19 @@
-"""Index of one node's image cache: its copies, the processes that use them, and the eviction policy.
+"""Index of one node's image cache: its entries, the processes that use them, and the eviction policy.
 
 ::
 
     CACHE/                        private, on local scratch; shared by all ranks and jobs of the user
-      lock                        held to decide which copies are made and removed
-      removing                    held shared to take a lease, exclusively (and briefly) to remove copies
-      images/<name>/              a copy (cache.py): rootfs/, and entry.json with its size
-      users/<pid>-<start>.<hex>   JSON: copies that an open cache uses, wants and makes, and whether it is waiting
+      lock                        held to decide which entries are made and removed
+      removing                    held shared to take a lease, exclusively (and briefly) to remove entries
+      images/<name>/              an entry (cache.py): rootfs/, and entry.json with its size
+      users/<pid>-<start>.<hex>   JSON: entries that an open cache uses, wants and makes, and whether it is waiting
       work/<pid>-<start>.<hex>    files that a process is writing or removing
 
-Copies enter and leave ``images`` by rename, so they are always complete. Locks are kernel locks (``flock``), released
-when their holder exits. All other files have a process identity in their names and are ignored once that process has
-exited. A process killed by SIGKILL therefore never blocks another process. The next process to open the cache removes
-its leftovers.
+An entry is an unpacked image or layer. Entries enter and leave ``images`` by rename, so they are always complete.
+
+Locks are kernel locks (``flock``), released when their holder exits. All other files have a process identity in their
+names and are ignored once that process has exited. A process killed by SIGKILL therefore never blocks another process.
+The next process to open the cache removes its leftovers.
 """
 
 from __future__ import annotations
@@ -60,47 +61,47 @@ NOTHING = DiskUsage(0, 0)
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """One copy in the cache. Times are in Unix seconds."""
+    """An unpacked image or layer in the cache. Times are in Unix seconds."""
 
     name: str
     size: DiskUsage
     image: str
-    """Path of the file that the copy was made from."""
+    """Path of the file that the entry was unpacked from."""
     ahead: bool
-    """True if the copy was prefetched."""
+    """True if the entry was prefetched."""
     made_at: float
     used_at: float
 
 
 @dataclass
 class _User:
-    """State of one open cache, as stored in its ``users`` file."""
+    """What one open cache uses, wants and makes, as stored in its ``users`` file."""
 
     uses: Collection[str] = ()
-    """Copies that must not be removed."""
+    """Names of entries that must not be removed."""
     wants: Sequence[str] = ()
-    """Copies that the cache needs next, soonest first."""
+    """Names of entries that the cache needs next, soonest first."""
     makes: dict[str, DiskUsage] = field(default_factory=dict)
-    """Maps the copies being made to the space reserved for them."""
+    """Maps the name of each entry being made to the space reserved for it."""
     waits_since_ns: int | None = None
-    """Monotonic time at which the cache started to wait for space. ``None`` if it is not waiting."""
+    """Monotonic time in nanoseconds at which the cache started to wait for space. ``None`` if it is not waiting."""
 
 
 @dataclass(frozen=True)
 class CacheClaim:
-    """The missing copies of an image, divided between this process and others."""
+    """The missing entries of an image: those that this process must make, and those that are already being made."""
 
     own: Sequence[str]
-    """Entries that this process copies."""
+    """Names of the entries that this process must make."""
     others: Sequence[str]
-    """Copies that other threads or processes are making."""
+    """Names of the entries that other threads or processes are making."""
 
 
 class CacheIndex:
-    """The cached copies below ``root``, shared by processes and threads.
+    """The entries of the image cache below ``root``, shared by processes and threads.
 
     Args:
-        budget_bytes, budget_inodes: Limits on the total size of all copies. Default: ``MEGAFLOW_CACHE_GB``, else a
+        budget_bytes, budget_inodes: Limits on the total size of all entries. Default: ``MEGAFLOW_CACHE_GB``, else a
             fraction of the free space.
     """
 
@@ -135,22 +136,22 @@ class CacheIndex:
             inodes = int(DEFAULT_SHARE * free)
         return DiskUsage(bytes_, inodes)
 
-    # --- copies -------------------------------------------------------------------------------------------------
+    # --- entries ------------------------------------------------------------------------------------------------
 
     def path(self, name: str) -> Path:
-        """Returns the path of the copy ``name``, whether or not it exists."""
+        """Returns the path of an entry, whether or not the entry exists."""
         return self.root / "images" / name
 
     def has(self, name: str) -> bool:
-        """Returns whether a copy exists."""
+        """Returns whether the cache has an entry of this name."""
         return os.path.isfile(f"{self.root}/images/{name}/entry.json")
 
     def has_all(self, names: Collection[str]) -> bool:
-        """Returns whether all copies ``names`` exist."""
+        """Returns whether the cache has all entries of these names."""
         return all(self.has(name) for name in names)
 
     def entries(self) -> list[CacheEntry]:
-        """Returns all copies, least recently used first."""
+        """Returns all entries, least recently used first."""
         entries = []
         for name in _names(self.root / "images"):
             path = self.path(name) / "entry.json"
@@ -164,18 +165,18 @@ class CacheIndex:
         return sorted(entries, key=lambda entry: entry.used_at)
 
     def in_use(self) -> set[str]:
-        """Returns the names of the copies that running processes use."""
+        """Returns the names of the entries that running processes use."""
         return {name for user in self._users().values() for name in user.uses}
 
     # --- leases -------------------------------------------------------------------------------------------------
 
     def use(self, names: Collection[str], *, wait: bool = True) -> bool:
-        """Marks copies as used if all of them exist, and returns whether they do.
+        """Marks entries as used if all of them exist, and returns whether they do.
 
-        Used copies are kept until :meth:`release`.
+        An entry in use is not removed until :meth:`release`.
 
         Args:
-            wait: Wait if another process is removing copies. If false, return false in that case.
+            wait: Wait if another process is removing entries. If false, return false in that case.
         """
         if not self.has_all(names):
             return False
@@ -185,7 +186,7 @@ class CacheIndex:
             if not is_marked:
                 self._write()
         try:
-            # Removers check for marks while holding this lock. Either they have seen ours, or the copy is already gone.
+            # Removers check for marks while holding this lock. They have seen ours, or the entry is already gone.
             with locked(self.root / "removing", shared=True, timeout_s=math.inf if wait else 0):
                 complete = self.has_all(names)
         except TimeoutError:
@@ -195,7 +196,7 @@ class CacheIndex:
         return complete
 
     def release(self, names: Collection[str]) -> None:
-        """Ends one use of each copy."""
+        """Ends one use of each of these entries."""
         with self._guard:
             self._uses.subtract(names)
             ended = [name for name in names if not self._uses[name]]
@@ -206,16 +207,16 @@ class CacheIndex:
                 self._write()
 
     def _touch(self, name: str) -> None:
-        """Sets a copy's time of last use to now. The kernel's own timestamps are only accurate to a few
+        """Sets an entry's time of last use to now. The kernel's own timestamps are only accurate to a few
         milliseconds."""
         now = time.time_ns()
         with suppress(FileNotFoundError):
             os.utime(f"{self.root}/images/{name}/entry.json", ns=(now, now))
 
-    # --- making copies ------------------------------------------------------------------------------------------
+    # --- making entries -----------------------------------------------------------------------------------------
 
     def want(self, names: Sequence[str]) -> None:
-        """Sets the copies that this cache needs next, soonest first. Replaces the previous list."""
+        """Sets the entries that this cache needs next, soonest first. Replaces the previous list."""
         with self._guard:
             self._state.wants = names
             self._write()
@@ -234,20 +235,22 @@ class CacheIndex:
                 self._write()
 
     def claim(self, sizes: Mapping[str, DiskUsage], *, ahead: bool = False, queued: bool = False) -> CacheClaim | None:
-        """Reserves space for the missing copies of an image that no process is making, evicting other copies if needed.
+        """Reserves space for the missing entries of an image that no process is making, evicting other entries if
+        needed.
 
-        The least recently used copies are evicted first. Copies in use are never evicted. Copies that a process wants
+        The least recently used entries are evicted first. Entries in use are never evicted. Entries that a process
+        wants
         next are evicted only if ``ahead`` is false, and those needed last go first.
 
         Args:
-            sizes: Sizes of all copies of the image, by name.
-            ahead: Prefetch the copies without marking them as used. Otherwise mark them, as :meth:`use` does.
+            sizes: Sizes of all entries of the image, by name.
+            ahead: Prefetch the entries without marking them as used. Otherwise mark them, as :meth:`use` does.
             queued: The caller is :meth:`waiting`. Callers are served in the order in which they began to wait. Unqueued
                 callers come last.
 
         Returns:
-            The claim. ``None`` if there is no space for all missing copies, or if it is another caller's turn. Nothing
-                is reserved or marked in that case.
+            The claim. ``None`` if there is no space for all missing entries, or if it is another caller's turn. Nothing
+            is reserved or marked in that case.
         """
         with locked(self.root / "lock"):
             claim, removed = self._claim(sizes, ahead, queued)
@@ -256,8 +259,10 @@ class CacheIndex:
         return claim
 
     def _claim(self, sizes: Mapping[str, DiskUsage], ahead: bool, queued: bool) -> tuple[CacheClaim | None, list[Path]]:
-        """Implements :meth:`claim`. Also returns the paths of evicted copies, which the caller must delete. Call with
-        the lock held."""
+        """Implements :meth:`claim`. Call it with the lock held.
+
+        Also returns the paths of evicted entries, which the caller must delete.
+        """
         users = list(self._users().values())
         made = {name for user in users for name in user.makes}
         missing = [name for name in sizes if not self.has(name)]
@@ -289,7 +294,7 @@ class CacheIndex:
     def _victims(
         self, needed: DiskUsage, users: Sequence[_User], keep: Collection[str], ahead: bool
     ) -> list[str] | None:
-        """Chooses the copies to evict to make space for ``needed``. Returns ``None`` if there cannot be enough
+        """Chooses the entries to evict to make space for ``needed``. Returns ``None`` if there cannot be enough
         space."""
         entries = self.entries()
         sizes = {entry.name: entry.size for entry in entries}
@@ -304,7 +309,7 @@ class CacheIndex:
         idle = [entry for entry in entries if entry.name not in used]
         if ahead:
             idle = [entry for entry in idle if entry.name not in rank]
-        else:  # The sort is stable, so unwanted copies keep their order of last use.
+        else:  # The sort is stable, so unwanted entries keep their order of last use.
             idle.sort(key=lambda entry: rank.get(entry.name, len(rank)), reverse=True)
         victims = []
         for entry in idle:
@@ -315,14 +320,14 @@ class CacheIndex:
         return victims if taken + needed <= self.budget else None
 
     def put(self, name: str, size: DiskUsage, image: str, make: Callable[[Path], int], *, ahead: bool) -> int:
-        """Makes a claimed copy with ``make(directory)`` and adds it to the cache. Returns the result of ``make``."""
+        """Makes a claimed entry with ``make(directory)`` and adds it to the cache. Returns the result of ``make``."""
         directory = self.root / "work" / self._unique_name()
         try:
             directory.mkdir(mode=0o700)
             result = make(directory)
             about = {"image": image, "ahead": ahead, "made_at": time.time()}
             write_json(directory / "entry.json", {"bytes": size.bytes, "inodes": size.inodes, **about})
-            remove_tree(self.path(name))  # has no entry.json: remains of an incomplete copy
+            remove_tree(self.path(name))  # has no entry.json: remains of an incomplete entry
             os.rename(directory, self.path(name))
             self._touch(name)
             self.give_up([name])
@@ -333,7 +338,7 @@ class CacheIndex:
             remove_tree(directory)
 
     def give_up(self, names: Collection[str]) -> None:
-        """Releases the space that is still reserved for the copies ``names``."""
+        """Releases the space that is still reserved for these entries."""
         with self._guard:
             held = [name for name in names if name in self._state.makes]
             for name in held:
@@ -342,27 +347,27 @@ class CacheIndex:
                 self._write()
 
     def unclaimed(self, names: Collection[str]) -> list[str]:
-        """Returns the missing copies that no process is making."""
+        """Returns the names of the missing entries that no process is making."""
         missing = [name for name in names if not self.has(name)]
         made = self.makers(missing)
         return [name for name in missing if name not in made]
 
     def makers(self, names: Collection[str]) -> dict[str, str]:
-        """Maps each of the copies ``names`` that is being made to the ``users`` file of the cache that is making it."""
+        """Returns, for each entry that is being made, the name of the ``users`` file of the cache that makes it."""
         if not names:
             return {}
         users = self._users()
         return {name: file for file, user in users.items() for name in names if name in user.makes}
 
     def makes(self, file: str, name: str) -> bool:
-        """Returns whether the cache with the ``users`` file ``file`` is open and making the copy ``name``."""
+        """Returns whether the cache whose ``users`` file is ``file`` is open and is making the entry ``name``."""
         user = self._user(file)
         return user is not None and name in user.makes
 
-    # --- removing copies ----------------------------------------------------------------------------------------
+    # --- removing entries ---------------------------------------------------------------------------------------
 
     def remove(self, name: str) -> bool:
-        """Removes a copy unless a process uses it. Returns whether it was removed."""
+        """Removes an entry unless a process uses it. Returns whether it was removed."""
         with locked(self.root / "lock"):
             removed = self._withdraw([name])
         for directory in removed:
@@ -370,7 +375,7 @@ class CacheIndex:
         return bool(removed)
 
     def _withdraw(self, names: Sequence[str]) -> list[Path]:
-        """Moves copies out of ``images`` unless they are in use. Returns their new paths, which the caller must
+        """Moves entries out of ``images`` unless they are in use. Returns their new paths, which the caller must
         delete."""
         if not names:
             return []
@@ -387,7 +392,7 @@ class CacheIndex:
     # --- files --------------------------------------------------------------------------------------------------
 
     def _write(self) -> None:
-        """Writes this cache's ``users`` file, or removes it if the state is empty. Call with the guard held."""
+        """Writes this cache's ``users`` file, or removes it if the state is empty. Call it with the guard held."""
         state = self._state
         state.uses = list(self._uses)
         if not (state.uses or state.wants or state.makes or state.waits_since_ns):
@@ -424,7 +429,7 @@ class CacheIndex:
 
 
 def tidy(root: Path) -> int:
-    """Removes the files of dead processes. Returns the number of files and directories removed."""
+    """Removes the files that dead processes left in a cache. Returns the number of files and directories removed."""
     count = 0
     for subdirectory in ("work", "users"):
         for name in _names(root / subdirectory):

@@ -125,7 +125,7 @@ def fetch(images: Images, content: dict[str, Any], directory: Path | None, say: 
     if lacking:
         where = f"in {directory}" if directory else "in a registry"
         remedy = (
-            "copy these files there from the store of where the manifest was made"
+            "copy these files there from the store where the manifest was written"
             if directory
             else "copy their files here and name the directory with --from, or build them: megaflow-hpc images build"
         )

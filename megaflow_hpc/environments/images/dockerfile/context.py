@@ -38,7 +38,7 @@ CopiedFiles = dict[tuple[int, int], Path]
 
 MAX_PATTERN_CHARACTERS = 2**16
 MAX_WAYS = 100_000
-"""Limit on :func:`ways` for a pattern and a path. Matching takes about a second at the limit."""
+"""Maximum number of matching steps (:func:`ways`) for a pattern and a path. They take about a second."""
 _CHUNK = 1 << 20
 
 
@@ -128,7 +128,7 @@ class Context:
             names = []
         included = [name for name in names if name == "." or not self.ignored(name) or self._has_exceptions(name)]
         if not included and not is_pattern:
-            ignored = " that .dockerignore lets through" if names else ""
+            ignored = " that .dockerignore does not exclude" if names else ""
             raise ConfigError(f"{source}: no such file in {self.root}{ignored}; add it, or correct the line")
         for name in included:
             self._status(name, follow=True)  # raises if a link leads out

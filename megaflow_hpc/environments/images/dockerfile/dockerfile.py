@@ -124,7 +124,7 @@ def _check_lines(path: Path, lines: list[str]) -> None:
         if "\0" in line:
             refusal = "a NUL byte; a Dockerfile is text, remove it"
         elif len(line) > _MAX_LINE_CHARACTERS:
-            refusal = f"a line of {len(line)} characters; Docker takes at most {_MAX_LINE_CHARACTERS}, split it"
+            refusal = f"a line of {len(line)} characters; Docker allows at most {_MAX_LINE_CHARACTERS}, split it"
         elif in_directives and len(line) > _MAX_DIRECTIVE_CHARACTERS:
             refusal = f"a directive of {len(line)} characters; write at most {_MAX_DIRECTIVE_CHARACTERS}"
         elif in_directives and re.match(r"\s*#\s*escape\s*=\s*`", line, re.IGNORECASE):
@@ -145,7 +145,7 @@ def _check_json(path: Path, instruction: DockerfileInstruction) -> None:
 
 
 def _explain(error: DockerfileSyntaxError, lines: list[str]) -> str:
-    """Adds a remedy to the parser's message. Also names an unterminated here-document, which the parser does not."""
+    """Adds a remedy to the parser's message. Also names an unterminated here-document, which the message omits."""
     message = str(error).removeprefix(f"Dockerfile parse error on line {error.line}: ")
     if message != "unterminated heredoc":
         return f"{message[:300]}; correct it, or build the image elsewhere and name it as docker_image"

@@ -306,7 +306,7 @@ def pack_tree(packer: Packer, directory: int, name: str = "", *, marks: bool = F
         RefusedMember: Directories are nested too deeply, or a file is named like a whiteout.
     """
     if name.count("/") >= MAX_DEPTH:
-        raise RefusedMember(f"{name[:200]}: more than {MAX_DEPTH} directories in one another")
+        raise RefusedMember(f"{name[:200]}: directories nested more than {MAX_DEPTH} deep")
     if name and has_opaque_attribute(directory):
         packer.opaque(name)
     for entry in scan(directory):

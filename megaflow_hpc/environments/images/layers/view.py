@@ -123,7 +123,7 @@ class LayerView:
                 continue
             links += 1
             if links > _MAX_LINKS:
-                raise OSError(f"{path}: too many links in one another")
+                raise OSError(f"{path}: too many levels of links")
             if entry.target.startswith("/"):
                 names = []
             waiting.extendleft(reversed([part for part in entry.target.split("/") if part]))

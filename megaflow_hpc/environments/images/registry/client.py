@@ -29,7 +29,7 @@ from megaflow_hpc.errors import ConfigError, SiteError
 TIMEOUT_S = 60.0
 """Socket timeout in seconds for requests to a registry."""
 MAX_TRIES = 5
-"""Maximum number of consecutive attempts that each transfer less than :data:`PROGRESS_BYTES`."""
+"""Give up after this many consecutive attempts that each transferred less than :data:`PROGRESS_BYTES`."""
 PROGRESS_BYTES = 1 << 20
 FIRST_PAUSE_S = 0.25
 """Seconds to wait before the second attempt. The pause doubles with each further attempt."""
@@ -177,7 +177,7 @@ class RegistryClient:
             skip = 0
             if response.status == 206:
                 if not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
-                    raise SiteError(f"{self.reference}: {digest}: asked for bytes {start}-…, it sent another part")
+                    raise SiteError(f"{self.reference}: {digest}: requested bytes {start}-…, but it sent another part")
             else:  # The server does not support ranges and sends the whole blob.
                 skip = start
             length = response.headers.get("Content-Length")
@@ -231,7 +231,7 @@ class RegistryClient:
             if response.status in _BUSY:
                 raise _Interrupted(f"the registry answers {status}")
             if response.status == 404:
-                raise SiteError(f"{self.reference}: the registry does not have it: {path}: {status}")
+                raise SiteError(f"{self.reference}: not found in the registry: {path}: {status}")
             if response.status in (401, 403):
                 raise SiteError(f"{self.reference}: access denied, or not found: {status}; {self._login()}")
             raise SiteError(f"{self.reference}: {path}: the registry answers {status}")
@@ -289,7 +289,7 @@ class RegistryClient:
     def _check_digest(self, digest: str, data: bytes, what: str) -> None:
         actual = f"sha256:{hashlib.sha256(data).hexdigest()}"
         if digest != actual:
-            raise SiteError(f"{self.reference}: asked for {what} {digest}, the registry sent {actual}")
+            raise SiteError(f"{self.reference}: requested {what} {digest}, but the registry sent {actual}")
 
     # --- authorization ----------------------------------------------------------------------------------------------
 
@@ -308,7 +308,7 @@ class RegistryClient:
             return "Bearer " + self._retry(lambda: self._token(parameters, credentials))
         if "basic" in schemes and credentials and credentials.user:
             return credentials.basic
-        raise SiteError(f"{self.reference}: the registry wants a login; {self._login()}")
+        raise SiteError(f"{self.reference}: the registry requires a login; {self._login()}")
 
     def _token(self, parameters: Mapping[str, str], credentials: Credentials | None) -> str:
         realm = parameters.get("realm", "")
@@ -339,7 +339,7 @@ class RegistryClient:
         if not isinstance(token, str) or not re.fullmatch(r"[\x21-\x7e]+", token):
             who = f"with the credentials of {credentials.origin}" if credentials else "without credentials"
             raise SiteError(
-                f"{self.reference}: {_host(realm)} gives no token {who} ({response.status}); {self._login()}"
+                f"{self.reference}: {_host(realm)} issued no token {who} ({response.status}); {self._login()}"
             )
         return token
 

@@ -198,7 +198,7 @@ def _describe(client: RegistryClient) -> RemoteImage:
     if manifest.config is None or manifest.layers is None:
         raise SiteError(f"{reference}: its manifest lists no layers")
     if len(manifest.layers) > MAX_LAYERS:
-        raise SiteError(f"{reference}: {len(manifest.layers)} layers; at most {MAX_LAYERS} are taken")
+        raise SiteError(f"{reference}: {len(manifest.layers)} layers; at most {MAX_LAYERS} are supported")
     for layer in manifest.layers:
         if layer.media_type not in _LAYERS:
             raise SiteError(f"{reference}: {layer.media_type[:200]!r} is not a layer of a container image")
@@ -233,12 +233,12 @@ def _manifest(client: RegistryClient, version: str) -> _Manifest:
 def _configuration(client: RegistryClient, descriptor: _Descriptor) -> _Configuration:
     what = f"{client.reference}: its configuration"
     if descriptor.size > MAX_MANIFEST_BYTES:
-        raise SiteError(f"{what} has {descriptor.size} bytes, at most {MAX_MANIFEST_BYTES} are read")
+        raise SiteError(f"{what} has {descriptor.size} bytes, at most {MAX_MANIFEST_BYTES} are supported")
     configuration = _decoded(client.small_blob(descriptor.digest, descriptor.size), _Configuration, what)
     wanted = _ARCHITECTURES.get(platform.machine(), platform.machine())
     if (configuration.os or "linux", configuration.architecture or wanted) != ("linux", wanted):
         kind = f"{configuration.os}/{configuration.architecture}"
-        raise SiteError(f"{client.reference}: an image for {kind[:100]!r}, and this machine is linux/{wanted}")
+        raise SiteError(f"{client.reference}: an image for {kind[:100]!r}, but this machine is linux/{wanted}")
     return configuration
 
 

@@ -21,7 +21,8 @@ MARKER = "MEGAFLOW_COMMAND"
 """Environment variable that marks the processes of a command, so that a timeout can find them."""
 
 MAX_RECORD_BYTES = 4096
-"""Maximum size of a record in bytes. The compiled runner reads a record from the FIFO in one piece."""
+"""Maximum size in bytes of a record that starts a command. The compiled runner reads a record from the FIFO in one
+piece."""
 
 MAX_LINE_BYTES = 2000
 """Maximum length in bytes of a shell line sent through a FIFO."""
@@ -94,8 +95,8 @@ class CappedBuffer:
 class StreamPair:
     """The two FIFOs that a command writes to. They are reused once all of its processes have closed them.
 
-    A background process keeps its command's pair open. Its output is read and discarded, so a server that logs to
-    standard output neither blocks nor dies when its command ends.
+    A background process keeps its command's pair open. Its output is read and discarded. A server that logs to standard
+    output therefore neither blocks nor dies when its command ends.
     """
 
     def __init__(self, directory: str, number: int) -> None:
@@ -109,13 +110,12 @@ class StreamPair:
         self._used = False
 
     def open(self) -> None:
-        """Opens the reading ends if they are closed."""
+        """Opens the FIFOs for reading if they are closed."""
         if not self.descriptors:
             self.descriptors = [self._open(path) for path in self._paths]
 
     def renew(self) -> None:
-        """Reopens reading ends whose writers have closed. Polling such a reading end would report end-of-file
-        forever."""
+        """Reopens the FIFOs that all writers have closed. Polling them would otherwise report end-of-file forever."""
         if self._used:
             for stream, old in enumerate(self.descriptors):
                 if self.held[stream]:
@@ -124,7 +124,7 @@ class StreamPair:
             self._used = False
 
     def reuse(self) -> None:
-        """Prepares the pair for the next command, once all processes have closed both streams."""
+        """Prepares the FIFOs for the next command, once all processes have closed both."""
         self.held = [True, True]
         self._used = True
 
@@ -132,7 +132,7 @@ class StreamPair:
         return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Closes the reading ends."""
+        """Closes the FIFOs' reading ends."""
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors = []
@@ -155,14 +155,14 @@ class StreamPairs:
         """Pairs held by background processes, oldest first."""
 
     def prepare(self, count: int) -> None:
-        """Opens ``count`` pairs in advance."""
+        """Opens ``count`` pairs of FIFOs in advance."""
         pairs = [self.take() for _ in range(count)]
         for pair in pairs:
             pair.open()
         self._free += pairs
 
     def take(self) -> StreamPair:
-        """Returns a free pair, or a new one if all are in use."""
+        """Returns a free pair of FIFOs, or a new pair if all are in use."""
         if self._free:
             return self._free.pop()
         pair = StreamPair(self._directory, self._made)
@@ -171,7 +171,8 @@ class StreamPairs:
         return pair
 
     def give_back(self, pair: StreamPair) -> bool:
-        """Frees a pair for the next command. Returns ``False`` if a process in the container still has it open."""
+        """Frees a pair of FIFOs for the next command. Returns ``False`` if a process in the container still has it
+        open."""
         if any(pair.held):
             return False
         self._held.pop(pair, None)
@@ -192,7 +193,7 @@ class StreamPairs:
             oldest.remove()
 
     def unused(self, pair: StreamPair) -> None:
-        """Frees a pair that no command used."""
+        """Frees a pair of FIFOs that no command has used."""
         self._free.append(pair)
 
     def close(self, remove_reader: Callable[[int], object]) -> None:
@@ -218,7 +219,7 @@ def read_available(descriptor: int) -> bytes | None:
 
 
 class Worker:
-    """A worker process of the runner, and the FIFO from which it reads commands."""
+    """A process in the container that starts commands, and the FIFO from which it reads them."""
 
     def __init__(self, number: int, pipe: int) -> None:
         self.number = number
@@ -227,7 +228,7 @@ class Worker:
 
 
 class RunningCommand:
-    """A running command.
+    """State of a command while it runs in a container.
 
     Args:
         number: Number of the command in its container. It is in the environment of the command's processes.
@@ -278,11 +279,11 @@ class RunningCommand:
 
 
 class CommandWorkers:
-    """The workers of one container's runner.
+    """The worker processes of one container. Each runs one command at a time.
 
     Args:
-        control: Control directory on the host.
-        spawn: Asks the runner to start a worker. Receives the worker's number.
+        control: The container's control directory on the host.
+        spawn: Asks the container's runner to start a worker. Receives the worker's number.
     """
 
     def __init__(self, control: str, spawn: Callable[[int], None]) -> None:

@@ -233,7 +233,7 @@ class Container:
         if self._from_within or self._breach:
             self.commands.everyone_killed(self._breach)
         else:
-            self.lost = "the container was ended from outside (a kill of its job, preemption, or lack of memory)"
+            self.lost = "the container was killed from outside (its job was killed or preempted, or memory ran out)"
             self.commands.fail(self.lost)
 
     def mark_breached(self, breach: str) -> None:
@@ -282,7 +282,10 @@ class Container:
             for line in lines:
                 self._stray_lines += not self._take(line)
         except Exception as error:  # a bug in this package: stop here rather than fail on every further line
-            print(f"{self.control}: an answer cannot be handled, its container ends: {error!r:.500}", file=sys.stderr)
+            print(
+                f"{self.control}: a line of the runner cannot be handled, so the container is killed: {error!r:.500}",
+                file=sys.stderr,
+            )
             self._stray_lines = MAX_STRAY_LINES + 1
         if self._stray_lines > MAX_STRAY_LINES:
             self._give_up("the sandbox filled its control channel")

@@ -48,11 +48,11 @@ _MAX_ARGUMENT_BYTES = 100_000
 
 
 class CommandDispatcher:
-    """Sends commands to the workers of one container's runner.
+    """Sends commands to the worker processes of one container, and collects the commands' output.
 
     Args:
-        control: Control directory on the host.
-        spawn: Asks the runner to start a worker. Receives the worker's number.
+        control: The container's control directory on the host.
+        spawn: Asks the container's runner to start a worker. Receives the worker's number.
         why_ended: Returns why the container has ended, or ``None`` while it runs.
         give_up: Kills the container if a command cannot be killed. Receives the reason.
     """
@@ -333,7 +333,7 @@ class CommandDispatcher:
             if now - last_kill > _LOST_WORKER_S or now - started > KILL_GRACE_S:
                 break
         if not command.done.done():
-            self._give_up("a command could not be ended, so its sandbox was")
+            self._give_up("a command could not be killed, so the whole sandbox was")
             await asyncio.wait((command.done,), timeout=KILL_GRACE_S)
 
     def _check_alive(self) -> None:

@@ -236,8 +236,8 @@ def lost_ticks(
 ) -> float:
     """Returns the CPU time, in clock ticks, of processes that exited between two polls without being waited for.
 
-    A process that started shortly before the first poll and has exited by the second may be one of many, so it is
-    charged the whole time between the polls.
+    A process that was new at the first poll and gone at the second may have been one of many short-lived processes. It
+    is therefore charged the whole time between the polls.
 
     Args:
         init: The first process, which reaps orphans.
@@ -413,7 +413,7 @@ def _open_pidfd(pid: int) -> int:
 
 
 def _buffered(pidfd: int, number: int, is_socket: bool) -> int:
-    """Returns the bytes buffered in a socket or pipe, or 0 if the kernel hides them (before 5.6, or with Yama)."""
+    """Returns the bytes buffered in a socket or pipe. Returns 0 if the kernel hides them (before 5.6, or with Yama)."""
     copy = _libc.syscall(_PIDFD_GETFD, pidfd, number, 0) if pidfd >= 0 else -1
     if copy < 0:
         return 0
@@ -452,15 +452,18 @@ class Descriptors:
         self._cpu_s = -1.0
 
     def poll(self, init: int, sample: UsageSample, now: float, urgent: bool) -> None:
-        """Measures the descriptors if a poll is due. If measuring takes so long that polls are rare, counts the
-        descriptors in between. Urgent polls are more frequent and also cover idle sandboxes.
+        """Measures the descriptors if a poll is due. Urgent polls are more frequent and also cover idle sandboxes.
+
+        If measuring takes so long that polls are rare, only counts the descriptors in between.
 
         Args:
             urgent: True if the node is losing memory or descriptors.
         """
         is_due = now >= (self._next_urgent_poll if urgent else self._next_poll)
         is_idle = sample.cpu_s == self._cpu_s
-        if not (is_due or now >= self._next_count) or (is_idle and not urgent):
+        if is_idle and not urgent:
+            return
+        if not is_due and now < self._next_count:
             return
         began = time.monotonic()
         held = measure_descriptors(init, sample.pids, is_due)

@@ -105,7 +105,7 @@ def arguments(lowers: Sequence[str], layer: str, merged: str) -> Overlay:
         SandboxError: There are more lower directories than the kernel allows.
     """
     if len(lowers) > MAX_LOWERS:
-        raise SandboxError(f"{layer}: an image of {len(lowers)} layers; an overlay takes {MAX_LOWERS}")
+        raise SandboxError(f"{layer}: the image has {len(lowers)} layers; an overlay supports {MAX_LOWERS}")
     directory = f"{layer}.links"
     remove_tree(directory)
     os.mkdir(directory, 0o700)

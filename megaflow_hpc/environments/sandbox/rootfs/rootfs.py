@@ -42,7 +42,7 @@ class Rootfs:
     """An image used by a sandbox. The node's cache keeps it until ``release`` is called."""
 
     base: str
-    """Path of the bottom tree."""
+    """Path of the bottom directory tree, over which ``layers`` are stacked."""
     release: Callable[[], None]
     copies: bool = False
     """True if each sandbox writes to a copy of the image, which must be a single tree."""
@@ -96,7 +96,7 @@ def _make_bind_targets(root: str, binds: Sequence[Bind]) -> None:
                 path = os.path.join(path, part)
                 if os.path.islink(path):
                     raise SandboxError(
-                        f"{source}:{target}: the sandbox has a symbolic link there; nothing can be bound"
+                        f"{source}:{target}: the target is a symbolic link in the sandbox; nothing can be bound there"
                     )
                 if number == len(parts) - 1 and os.path.isfile(source):
                     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -37,8 +37,8 @@ class KeepRules:
     kept: Sequence[str] = ()
     """Keep every change at or below these paths."""
     additions: bool = True
-    """Also keep new files and directories outside the system directories, and new programs if the image has no program
-    of the same name."""
+    """Also keep new files and directories outside the system directories. New programs are kept unless the image has a
+    program of the same name."""
     everywhere: bool = False
     """Also keep every change outside the system directories, because the task has no work directory."""
     programs: Sequence[str] = PROGRAM_DIRS
@@ -69,23 +69,23 @@ class KeepRules:
         return KeepRules(kept, self.additions, self.everywhere, programs, loaded, home)
 
     def leads(self, path: str) -> bool:
-        """Returns whether the rules name ``path`` or a path below it, so that its entries must be classified one by
-        one."""
+        """Returns whether the rules name ``path`` or a path below it. The entries of such a directory must be
+        classified one by one."""
         borders = (*self.programs, *self.loaded, self.home)
         return path in borders or any(name.startswith(f"{path}/") for name in (*self.kept, *borders))
 
 
 @dataclass
 class Sifted:
-    """The changed paths of a layer, classified by the rules."""
+    """The paths that an agent changed in a writable layer, classified by :class:`KeepRules`."""
 
     kept: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     misleading: list[str] = field(default_factory=list)
     """Paths that could mislead tests.
 
-    These are files of the image in system directories that the agent changed or deleted, and new programs that shadow a
-    program of the image.
+    The agent changed or deleted these files of the image in system directories, or added programs that shadow the
+    image's programs.
     """
 
     def drop(self, path: str, *, misleads: bool) -> None:
@@ -96,7 +96,7 @@ class Sifted:
 
 
 def sift(upper: Path, image: LayerView, rules: KeepRules) -> Sifted:
-    """Classifies the changed paths of a layer as kept or dropped."""
+    """Classifies the changed paths of a writable layer as kept or dropped."""
     sifted = Sifted()
     rules = rules.within(image)
     names: set[str] | None = None
