@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from megaflow_hpc.training.dataflow import Dataflow
 
 EXIT_RESTART = 75
-"""Exit status after SIGTERM, which means that the trainer should be started again (EX_TEMPFAIL in sysexits.h)."""
+"""Exit status after SIGTERM. It asks for another start of the trainer (EX_TEMPFAIL in sysexits.h)."""
 EXIT_AMENDED = 76
-"""Exit status of a multi-rank trainer that amended a step. The trainer should be started again immediately."""
+"""Exit status of a trainer on several ranks that amended a step. It asks for another start immediately."""
 
 
 def main(argv: list[str] | None = None) -> int:
