@@ -60,11 +60,11 @@ def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], 
 
 
 SCRIPTS = {"servers": "model_servers", "trainer": "trainer", "pods": "sandbox_pods"}
-"""Maps each role to its script name in ``RUN/sbatch``."""
+"""Name in ``RUN/sbatch`` of the script for each role."""
 
 
 def by_hand(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> list[str]:
-    """Returns ready-to-paste commands that submit a planned run by hand and gather its results.
+    """Returns commands for the user to submit a planned run by hand and gather its results.
 
     Writes a script for a heterogeneous job, because the packaged scripts support only arrays.
     """
@@ -82,7 +82,7 @@ def by_hand(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) 
 def beside(
     config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], allowed: limits.Allowance
 ) -> list[limits.Amounts]:
-    """Returns the resources of each engine server and trainer that count against the same limits as the pods."""
+    """Returns the resources of each engine server and trainer that count towards the same limits as the pods."""
     amounts = []
     others = [*server_jobs(config, run, groups, allowed), *trainer_jobs(config, run)] if allowed.caps else []
     for job in others:
@@ -246,7 +246,7 @@ def requeue_warnings(config: CampaignConfig, groups: Sequence[ServerGroup], wher
 
 
 def _with_location(line: str, where: Any) -> str:
-    """Prefixes a message with ``file:line`` of the key that it starts with."""
+    """Prefixes a message with ``file:line`` of the key with which it starts."""
     return f"{where(line.split()[0].rstrip(':'))}: {line}"
 
 

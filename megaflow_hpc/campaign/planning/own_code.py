@@ -1,4 +1,4 @@
-"""Tries a campaign's own agents and ``training`` functions, and finds the source files that they import."""
+"""Tries a campaign's own agents and ``training`` functions. Finds the source files that they import."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Tried:
     digests: Digests = field(default_factory=dict)
     """Digests of the functions' source files."""
     warnings: list[str] = field(default_factory=list)
-    """Warnings about functions that cannot be tried because this machine lacks a library. Trainers try them again."""
+    """Warnings about functions that this machine cannot try because it lacks a library. Trainers try them again."""
 
 
 def check_methods(training: TrainingConfig, team: TeamConfig | None, base: Path, where: Where) -> Tried:
@@ -100,7 +100,7 @@ def check_methods(training: TrainingConfig, team: TeamConfig | None, base: Path,
         base: Directory of the campaign file, searched first.
 
     Raises:
-        Mistakes: A function cannot be imported or called, or returns a value that violates its contract.
+        Mistakes: A function cannot be imported or called, or returns an invalid value.
     """
     methods = methods_of(training)
     if not methods:
