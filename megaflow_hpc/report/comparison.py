@@ -35,19 +35,19 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 
 MAX_CHANGED = 12
 EXACT_TASKS = 14
-"""Maximum number of changed tasks for which the test tries all combinations of signs."""
+"""Maximum number of changed tasks for which the sign-flip test tries all combinations of signs."""
 FLIPS = 20_000
-"""Number of random combinations of signs that the test tries for more tasks."""
+"""Number of random combinations of signs that the sign-flip test tries if there are more tasks."""
 
 
 class Difference(msgspec.Struct, kw_only=True):
-    """Difference of an arm's mean reward from another arm, over the tasks rated in both."""
+    """Difference between the mean rewards of two arms, over the tasks rated in both."""
 
     axis: Axis
     name: str
     """Value of the axis: the label of a run, or the name of a policy, agent or role."""
     against: str
-    """Baseline value of the axis."""
+    """Value of the axis in the arm with which the other is compared."""
     where: dict[Axis, str] = {}
     """Values of the other axes, the same in both arms."""
     tasks: int
@@ -66,16 +66,16 @@ class Difference(msgspec.Struct, kw_only=True):
     """Number of common tasks with a higher mean reward than ``against``."""
     worse: int = 0
     changed: list[str] = []
-    """The tasks that changed most, such as ``task +1``, with improvements first."""
+    """The tasks whose rewards changed most, such as ``task +1``. Improvements come first."""
 
     @property
     def label(self) -> str:
-        """The name, and the fixed values of other axes in brackets."""
+        """Name of the arm, followed by the fixed values of other axes in brackets."""
         return f"{self.name} ({', '.join(self.where.values())})" if self.where else self.name
 
 
 class Matrix(msgspec.Struct, kw_only=True):
-    """Mean reward of every task in every arm, tasks that differ most first."""
+    """Mean reward of every task in every arm. Tasks that differ most come first."""
 
     arms: list[str]
     tasks: list[str]
@@ -171,7 +171,7 @@ def _rewards_of(runs: Sequence[RunFigures]) -> dict[_Arm, dict[str, float]]:
 
 
 def _pairs(arms: Sequence[_Arm], axis: Axis, base: str) -> Iterator[tuple[dict[Axis, str], _Arm, _Arm]]:
-    """Yields (fixed values of other axes, arm, arm of ``base`` with the same fixed values)."""
+    """Yields the pairs of arms to compare, as (fixed values of the other axes, arm, arm with the value ``base``)."""
     values = {_value(arm, axis) for arm in arms}
     fixed = [
         other
@@ -223,8 +223,7 @@ def _difference(
 
 
 def paired_interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Returns the 95 % interval of the mean of at least one paired difference. The module docstring describes the
-    method."""
+    """Returns the 95 % interval of the mean of paired differences, of which there is at least one."""
     interval = mean_interval(differences)
     if interval is not None:
         return interval

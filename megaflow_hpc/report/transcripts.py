@@ -1,7 +1,8 @@
-"""Selects the transcripts for a page: all of them if they fit, otherwise the most interesting ones, with their images.
+"""Selects the transcripts for a page: all of them if they fit, otherwise the most interesting ones. Includes their
+images.
 
-Messages keep their tool calls and text. Long text is shortened in the middle. The page states how many transcripts
-it contains and how many were omitted. A transcript states how many of its images were omitted.
+Messages keep their tool calls and text. Long text is shortened in the middle. The page states how many transcripts it
+contains and how many were omitted. A transcript states how many of its images were omitted.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from megaflow_hpc.trajectory import Image, image_label, image_parts, shown_image
 
 VERIFIER_LOG = "verifier.log"
 Wanted = int | Literal["all", "some", "none"]
-"""Number of transcripts to include, or ``all``, ``some`` (as many as fit) or ``none``."""
+"""Number of transcripts to include. ``some`` includes as many as fit in the default limit."""
 
 MAX_BYTES = 1_000_000
-"""Maximum size in bytes of compressed transcripts in a page, unless the user requests a number or all. Base64 adds a
-third."""
+"""Maximum size in bytes of a page's compressed transcripts. It does not apply if the user requests a number or all.
+Base64 adds a third."""
 MAX_IMAGE_BYTES = 20_000_000
 """Maximum size in bytes of the images in a page. Each image is embedded once, and base64 adds a third."""
 IMAGE_SHARES = 8
 """A transcript uses at most 1/IMAGE_SHARES of a run's image bytes, so that a long transcript leaves space for
 others."""
 MAX_TRANSCRIPTS = 2000
-"""Maximum number of transcripts. Each requires a separate read."""
+"""Maximum number of transcripts in a page. Each requires a separate read."""
 MAX_MESSAGE_CHARS = 12_000
 """Maximum number of characters in a message. Longer messages keep their beginning and end."""
 MAX_MESSAGES = 400
@@ -139,8 +140,11 @@ def transcript_of(row: Row) -> Transcript:
 
 
 def messages_of(messages: list[dict[str, Any]], labels: Mapping[str, str] = NO_LABELS) -> Transcript:
-    """Converts OpenAI messages to a transcript. In the text, images are replaced by their ``labels``, and other
-    non-text content by JSON. Images with a label are also listed."""
+    """Converts OpenAI messages to a transcript.
+
+    In the text, images are replaced by their ``labels``, and other non-text content by JSON. Images with a label are
+    also listed.
+    """
     if len(messages) > MAX_MESSAGES:
         left_out = f"{len(messages) - MAX_MESSAGES} messages are omitted"
         middle = {"role": "report", "content": left_out}
