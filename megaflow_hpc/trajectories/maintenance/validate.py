@@ -114,7 +114,8 @@ def _turns(file: h5py.File) -> Iterator[str]:
 
 
 def _links(file: h5py.File) -> Iterator[str]:
-    """Checks the links within each trajectory: message parents, and the answer and starting call of each turn."""
+    """Checks the links within each trajectory: the parents of messages, and the answer and starting call of each
+    turn."""
     message_offset = read(file["trajectories/message_offset"])
     turn_offset = read(file["trajectories/turn_offset"])
     parent = read(file["messages/parent"])
@@ -209,7 +210,7 @@ def _image_bytes(file: h5py.File, digests: Array, offsets: Array) -> Iterator[st
 
 
 def _batches(sizes: Array) -> Iterator[slice]:
-    """Yields slices of consecutive items. Excluding its first item, each slice is smaller than ``_WINDOW_BYTES``."""
+    """Yields slices of consecutive items. Without its first item, each slice is smaller than ``_WINDOW_BYTES``."""
     batch = np.cumsum(sizes) // _WINDOW_BYTES
     bounds = [0, *(np.flatnonzero(np.diff(batch)) + 1).tolist(), len(sizes)]
     return (slice(first, last) for first, last in pairwise(bounds) if first < last)
@@ -243,7 +244,7 @@ def _spans(file: h5py.File, used: Array) -> Iterator[str]:
 
 
 def _first(mask: Array) -> list[int]:
-    """Returns a list with the index of the first true entry. Empty if no entry is true."""
+    """Returns a list with the index of the first true entry. Returns an empty list if no entry is true."""
     indices: list[int] = np.flatnonzero(mask)[:1].tolist()
     return indices
 
@@ -253,15 +254,18 @@ def _first(mask: Array) -> list[int]:
 
 @dataclass(frozen=True)
 class ColumnCheck:
-    """Result of reading one column. The digest depends only on the values, not on chunking or compression, so files
-    with equal digests contain equal data."""
+    """Result of reading one column.
+
+    The digest depends only on the values, not on chunking or compression. So files with equal digests contain equal
+    data.
+    """
 
     path: str
     entries: int
     sha256: str
     """Hexadecimal digest of the decoded values."""
     state: str
-    """``ok``, or a description of the fault."""
+    """``ok`` or a description of the fault."""
 
     @property
     def good(self) -> bool:
