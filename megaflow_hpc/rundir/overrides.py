@@ -1,4 +1,4 @@
-"""Overrides for the Slurm requests of a run's new jobs (``resume --time``, ``--mem``, ``--partition``).
+"""Overrides the Slurm requests of a run's new jobs (``resume --time``, ``--mem``, ``--partition``).
 
 ::
 
@@ -26,7 +26,8 @@ OPTIONS = {
     "mem_gb": ("mem", "mem-per-cpu", "mem-per-gpu"),
     "partition": ("partition",),
 }
-"""Keys that may be overridden. Each maps to the equivalent sbatch options, which the section may contain instead."""
+"""Keys that may be overridden, each with the equivalent sbatch options. The campaign file's section may contain
+either."""
 
 Changes = Mapping[str, Mapping[str, Any]]
 
