@@ -1,4 +1,4 @@
-"""Top level of the campaign file: the sections, the policies, and the functions that load the file."""
+"""Defines the top level of the campaign file: the sections, the policies, and the functions that load the file."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class CampaignConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _earlier_keys(cls, value: Any, info: ValidationInfo) -> Any:
-        """Reads keys of a run that an earlier version planned."""
+        """Converts the keys of a run that an earlier version planned."""
         if info.context != STORED:
             return value
         fields, trainer = dict(value), value.get("slurm", {}).get("trainer", {})
@@ -298,7 +298,7 @@ def pass_threshold_of(campaign: Mapping[str, Any]) -> float:
 
 
 _NO_AGENTS = (AgentConfig(name="nop"),)
-"""Placeholder agent for the policies of an engine pool, which runs no tasks."""
+"""Agent in the policies of an engine pool, which runs no tasks."""
 
 
 def _check_distinct(agents: Sequence[AgentConfig]) -> None:
@@ -311,7 +311,7 @@ def _check_distinct(agents: Sequence[AgentConfig]) -> None:
 
 
 class Policy(Section):
-    """A set of agents and, if they need one, their model. Derived from the campaign file. Users never write it."""
+    """A set of agents and, if they need one, their model. Derived from the campaign file. Users do not write it."""
 
     agents: tuple[AgentConfig, ...]
     model: ModelConfig | None = None

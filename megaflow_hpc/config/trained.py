@@ -22,7 +22,7 @@ from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.types import NEUTRAL
 
 DEFAULTS = {"vllm": ("generation-config", "vllm"), "sglang": ("sampling-defaults", "openai")}
-"""Engine → option and value that make sampling neutral unless a call overrides it."""
+"""Option and value that make an engine's sampling neutral unless a call overrides it, by engine."""
 
 LOADS_WEIGHTS = ("vllm", "sglang", "transformers", "scripted")
 """Engines that the campaign starts and that can load new weights."""
@@ -178,7 +178,7 @@ def _check_defaults(where: str, engine: str, args: Mapping[str, Any]) -> None:
 
 
 def _sampling(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the path and value of each sampling option, at any depth and inside JSON text."""
+    """Yields the path and value of each sampling option, at any depth. Also searches JSON in strings."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         try:
             value = json.loads(value)
