@@ -280,9 +280,12 @@ class Jobs(LiveJobs):
         if not refused or (live := self.live()) is None:
             return
         ended = refused - live.keys()
-        if servers := self._server_indices(ended):
+        servers = self._server_indices(ended)
+        if servers:
             self.restart_servers(set(servers.values()))
-        if trainers := {each.id: each.policy for each in self.arrays.records() if each.policy and each.id in ended}:
+        records = [record for record in self.arrays.records() if record.id in ended]
+        trainers = {record.id: record.policy for record in records if record.policy}
+        if trainers:
             self.restart_trainers(trainers.values())
         self._marks.forget_refused([*servers, *trainers])
 

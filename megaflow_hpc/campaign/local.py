@@ -97,7 +97,8 @@ def living_pods(leases: Iterable[Mapping[str, Any]]) -> dict[str, Path]:
 
 def _environment() -> dict[str, str]:
     """Returns this process's environment without Slurm's variables. Excludes loopback addresses from proxies."""
-    return {**{k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}, **unproxied(os.environ)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    return environment | unproxied(os.environ)
 
 
 def _start(command: list[str], log_file: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -63,7 +63,10 @@ def glances(paths: Iterable[Path]) -> list[Glance]:
     for owner, of_owner in by_owner.items():  # squeue is queried for the jobs of one user
         live, cause = _live(sorted({job for look in of_owner for job in look.jobs}), owner)
         for look in of_owner:
-            look.decide(None if live is None else [state for job in look.jobs for state in live.get(job, ())], cause)
+            states = None
+            if live is not None:
+                states = [state for job in look.jobs for state in live.get(job, ())]
+            look.decide(states, cause)
     return [look.glance for look in looks]
 
 

@@ -140,8 +140,11 @@ def _require_small(root: yaml.Node) -> None:
     stack = [(root, False)]
     while stack:
         node, children_done = stack.pop()
-        children = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
-        children = children if isinstance(node, yaml.CollectionNode) else []
+        children: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            children = [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            children = node.value
         if not children_done:
             if id(node) not in sizes:
                 sizes[id(node)] = 0  # 0 marks a node in progress; meeting it again means that it contains itself

@@ -92,7 +92,8 @@ class Profile:
 def directories() -> list[Path]:
     """Returns the directories of profiles: the user's, then the group's, then the package's."""
     own = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "megaflow-hpc" / "sites"
-    return [own, *(Path(part) for part in os.environ.get(VARIABLE, "").split(":") if part), SHIPPED]
+    group = [Path(part) for part in os.environ.get(VARIABLE, "").split(":") if part]
+    return [own, *group, SHIPPED]
 
 
 def names() -> list[str]:

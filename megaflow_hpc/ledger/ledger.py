@@ -277,8 +277,11 @@ def all_seals() -> Steps[Seals]:
     """
     listed = names.latest((yield Names(names.CLAIMS)))
     ended = names.pairs((yield Names(names.DONE)))
-    # A block that ended in epoch 1 was never taken over, so its claims contain no seals.
-    pending = {block for block, epoch in listed.items() if epoch > 0 and not (epoch == 1 and (block, 1) in ended)}
+    pending = set()
+    for block, epoch in listed.items():
+        never_taken_over = epoch == 0 or (epoch == 1 and (block, 1) in ended)
+        if not never_taken_over:  # otherwise, its claims contain no seals
+            pending.add(block)
     seals: Seals = {}
     for _ in range(MAX_LOOKS):
         for block in sorted(pending):

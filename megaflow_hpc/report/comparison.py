@@ -113,7 +113,10 @@ def compare(runs: Sequence[RunFigures], by: Axis | None = None, against: str | N
         ConfigError: ``against`` is not a value of the axis.
     """
     rewards = _rewards_of(runs)
-    bases = {axis: list(dict.fromkeys(_value(arm, axis) for arm in rewards if _on(arm, axis))) for axis in AXES}
+    bases: dict[Axis, list[str]] = {}
+    for axis in AXES:
+        values = (_value(arm, axis) for arm in rewards if _on(arm, axis))
+        bases[axis] = list(dict.fromkeys(values))
     axes = [axis for axis in AXES if by in (None, axis) and bases[axis]]
     if against is not None:
         there = "; ".join(f"{axis}: {', '.join(bases[axis])}" for axis in axes)
@@ -135,7 +138,7 @@ def compare(runs: Sequence[RunFigures], by: Axis | None = None, against: str | N
 def matrix_of(runs: Sequence[RunFigures]) -> Matrix:
     """Returns the mean reward of every task in every arm, excluding rewards of single roles."""
     rewards = {arm: means for arm, means in _rewards_of(runs).items() if not arm.role}
-    varying = [axis for axis in AXES[:3] if len({_value(arm, axis) for arm in rewards}) > 1] or ["policy"]
+    varying = _varying(list(rewards), AXES[:3]) or ["policy"]
     names = sorted({task for means in rewards.values() for task in means})
     tasks = {task: [means.get(task) for means in rewards.values()] for task in names}
 
@@ -156,6 +159,11 @@ def _value(arm: _Arm, axis: Axis) -> str:
     return value
 
 
+def _varying(arms: Sequence[_Arm], axes: Sequence[Axis]) -> list[Axis]:
+    """Returns the axes on which arms differ."""
+    return [axis for axis in axes if len({_value(arm, axis) for arm in arms}) > 1]
+
+
 def _on(arm: _Arm, axis: Axis) -> bool:
     """Returns whether an arm takes part in comparisons along an axis."""
     return bool(arm.role) == (axis == "role")
@@ -172,15 +180,18 @@ def _rewards_of(runs: Sequence[RunFigures]) -> dict[_Arm, dict[str, float]]:
 
 def _pairs(arms: Sequence[_Arm], axis: Axis, base: str) -> Iterator[tuple[dict[Axis, str], _Arm, _Arm]]:
     """Yields the pairs of arms to compare, as (fixed values of the other axes, arm, arm with the value ``base``)."""
-    values = {_value(arm, axis) for arm in arms}
-    fixed = [
-        other
-        for other in AXES
-        if any(len({_value(arm, other) for arm in arms if _value(arm, axis) == value}) > 1 for value in values)
-    ]
-    against = {tuple(_value(arm, other) for other in fixed): arm for arm in arms if _value(arm, axis) == base}
+    by_value: dict[str, list[_Arm]] = {}
     for arm in arms:
-        where = tuple(_value(arm, other) for other in fixed)
+        by_value.setdefault(_value(arm, axis), []).append(arm)
+    vary = {other for same in by_value.values() for other in _varying(same, AXES)}
+    fixed = [other for other in AXES if other in vary]
+
+    def place(arm: _Arm) -> tuple[str, ...]:
+        return tuple(_value(arm, other) for other in fixed)
+
+    against = {place(arm): arm for arm in by_value.get(base, ())}
+    for arm in arms:
+        where = place(arm)
         if _value(arm, axis) != base and where in against:
             yield dict(zip(fixed, where, strict=True)), arm, against[where]
 

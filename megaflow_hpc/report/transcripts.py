@@ -134,8 +134,9 @@ def transcript_of(row: Row) -> Transcript:
             messages.append({"role": "report", "text": heading(number, conversation)})
         own = conversation.messages[conversation.shared if len(conversations) > 1 else 0 :]
         messages += messages_of(own, labels)
-    if log := next((one.data for one in reversed(row.artifacts) if one.name == VERIFIER_LOG), b"").strip():
-        messages.append({"role": "verifier", "text": cut(log.decode("utf-8", "backslashreplace"))})
+    logs = [artifact.data.strip() for artifact in row.artifacts if artifact.name == VERIFIER_LOG]
+    if logs and logs[-1]:
+        messages.append({"role": "verifier", "text": cut(logs[-1].decode("utf-8", "backslashreplace"))})
     return messages
 
 
@@ -157,7 +158,8 @@ def _message(message: dict[str, Any], labels: Mapping[str, str]) -> dict[str, An
     if images := image_parts(message):
         content = [image_label(part, labels) if part in images else part for part in message["content"]]
     shown: dict[str, Any] = {"role": str(message.get("role", ""))[:40], "text": cut(_text(content))}
-    if stored := {name: labels[name] for name in shown_images([message]) if name and name in labels}:
+    stored = {name: labels[name] for name in shown_images([message]) if name and name in labels}
+    if stored:
         shown["images"] = stored
     thought = message.get("reasoning") or message.get("reasoning_content")
     if thought:

@@ -66,8 +66,11 @@ def write_delta(whole: Path, base: Path, number: int, folder: Path) -> tuple[int
     """
     names = sorted(path.name for path in whole.iterdir() if path.suffix == ".safetensors")
     sizes = {name: (whole / name).stat().st_size for name in names}
-    if not names or any(not (base / n).is_file() or (base / n).stat().st_size != sizes[n] for n in names):
+    if not names:
         return None
+    for name in names:
+        if not (base / name).is_file() or (base / name).stat().st_size != sizes[name]:
+            return None
     make_directory(folder)
     files: dict[str, DeltaFile] = {}
     for name in names:

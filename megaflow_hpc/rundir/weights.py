@@ -81,7 +81,10 @@ def write_checksums(folder: Path, known: Mapping[str, Checksum]) -> None:
         known: Checksums already computed, by file name. All other files are read.
     """
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    sums = {n: known[n] for n in names if n in known and known[n].size == (folder / n).stat().st_size}
+    sums = {}
+    for name in names:
+        if name in known and known[name].size == (folder / name).stat().st_size:
+            sums[name] = known[name]
     unread = [name for name in names if name not in sums and name != CHECKSUMS]
     with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)))) as threads:
         sums |= zip(unread, threads.map(lambda name: checksum(folder / name), unread), strict=True)
@@ -359,7 +362,9 @@ def _add(
     staged = staging(run)
     try:
         small = False
-        wholes = [v for v in versions(run, new.policy) if base_of(Path(v.path)) is None] if delta else []
+        wholes: list[Version] = []
+        if delta:
+            wholes = [version for version in versions(run, new.policy) if base_of(Path(version.path)) is None]
         if wholes:
             from megaflow_hpc.rundir.weight_delta import write_small_delta  # imports numpy, which readers do not need
 

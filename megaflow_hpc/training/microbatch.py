@@ -270,7 +270,8 @@ def _balanced(parts: Sequence[SequencePart], tokens: int, ranks: int) -> list[li
             room[chosen] -= part.length
             costs[chosen] += part.length * (part.length + EQUAL_LENGTH)
         else:
-            return [bins[n] for n in sorted(range(count), key=lambda n: (-costs[n], n)) if bins[n]]
+            by_cost = sorted(range(count), key=lambda n: -costs[n])  # stable
+            return [bins[n] for n in by_cost if bins[n]]
         count += 1
 
 

@@ -373,7 +373,10 @@ class Planning:
         if self._requests and self.control.is_due(planner.buffer.rounds_under_way(), version):
             return True
         # Wait for an engine that serves the newest weights. Until then, new groups would be stale too and be dropped.
-        if planner.has_stale(version) and not (engines := self._readiness.engines(self._policy.name)).serve_newest:
+        if not planner.has_stale(version):
+            return False
+        engines = self._readiness.engines(self._policy.name)
+        if not engines.serve_newest:
             newest = engines.missing or f"an engine of policy {self._policy.name!r} to serve its newest weights"
             self._waits_for = f"{newest}; some rollouts are older than staleness: {self._bound} allows"
             return True

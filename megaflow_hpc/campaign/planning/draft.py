@@ -350,14 +350,14 @@ def list_servers(policies: dict[str, Policy], sleeping: Mapping[str, int] | None
     Args:
         sleeping: Sleep level of each policy whose server runs in the trainer's job. These servers come last.
     """
-    servers = [
-        ServerRecord(name, model.model_dump(mode="json", exclude={"agent", "also"}), held=number >= least)
-        for name, policy in policies.items()
-        if policy.model and not policy.model.pool
-        for model in policy.model.kinds()
-        for least in (model.servers.min,)
-        for number in range(model.servers.max)
-    ]
+    servers = []
+    for name, policy in policies.items():
+        if policy.model is None or policy.model.pool:
+            continue
+        for model in policy.model.kinds():
+            for number in range(model.servers.max):
+                section = model.model_dump(mode="json", exclude={"agent", "also"})
+                servers.append(ServerRecord(name, section, held=number >= model.servers.min))
     for server in servers:
         if level := (sleeping or {}).get(server.policy):
             server.model["sleep_level"], server.held = level, False
@@ -450,9 +450,10 @@ def check_together(config: CampaignConfig, where: Where) -> None:
             f"{where('slurm.together')}: slurm.together: {config.slurm.pods.total} pods, expected one; give it more "
             "nodes (slurm.pods.nodes), or leave together out"
         )
-    if any(kind.nodes > 1 for policy in config.policies().values() if policy.model for kind in policy.model.kinds()):
+    models = [policy.model for policy in config.policies().values() if policy.model]
+    if any(kind.nodes > 1 for model in models for kind in model.kinds()):
         raise ConfigError(
             f"{where('slurm.together')}: slurm.together: its engines have one node each; leave model.nodes out"
         )
-    if not any(policy.model for policy in config.policies().values()):
+    if not models:
         raise ConfigError(f"{where('slurm.together')}: slurm.together: the campaign has no model; leave together out")

@@ -230,7 +230,9 @@ def _slots(draft: Draft, pods: int, local_ranks: int) -> int:
 def _components(job: Job) -> list[JobEstimate]:
     """Returns the components of a job: the pod and the engines of a heterogeneous job, otherwise the job itself."""
     parts = []
-    for role, options in [(str(job.role), job.options), *(("servers", {**job.options, **e}) for e in job.engines)]:
+    components = [(str(job.role), job.options)]
+    components += [("servers", {**job.options, **engine}) for engine in job.engines]
+    for role, options in components:
         asks = limits.asked(options) if job.cluster else fits.charged(options)
         elements = job.elements or 1
         try:

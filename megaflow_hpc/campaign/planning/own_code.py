@@ -46,8 +46,11 @@ def check_agents(policies: Mapping[str, Policy], network: str, base: Path, where
     def refusal(name: str, error: ConfigError) -> str:
         return f"{where(f'models.{name}.agent' if policies[name].model else 'agent')}: {error}"
 
+    made: list[ProbeResult] = []
+    code: list[str] = []
     try:
-        made, code = probe([agents[number][1] for number in asked], str(base.absolute())) if asked else ([], [])
+        if asked:
+            made, code = probe([agents[number][1] for number in asked], str(base.absolute()))
     except ConfigError as error:
         raise ConfigError(refusal(agents[asked[0]][0], error)) from None
     results = dict(zip(asked, made, strict=True))

@@ -164,8 +164,12 @@ async def _tail(call: Call, rendered: Prompt, messages: Sequence[Mapping[str, An
 
 
 def _common_end(one: array[int], other: array[int]) -> int:
-    pairs = zip(reversed(one), reversed(other), strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    count = 0
+    for a, b in zip(reversed(one), reversed(other), strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
 
 
 async def _rendered(call: Call, messages: Sequence[Mapping[str, Any]]) -> array[int]:

@@ -188,7 +188,8 @@ class Conversations:
             return -1
         prompts = ["\n" + content_of(dict(message)).strip() for message in messages if message.get("role") == "user"]
         prompt, waiting = "".join(prompts), list(self._open)
-        if quoted := [node for node in waiting if any(text in prompt for text in _texts(self._messages[node]))]:
+        quoted = [node for node in waiting if any(text in prompt for text in _texts(self._messages[node]))]
+        if quoted:
             return self._turns[max(quoted)]
         begins = not any(message.get("role") == "assistant" for message in messages)
         asked = list(self._asked.items()) if begins else ()

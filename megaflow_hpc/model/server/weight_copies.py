@@ -89,9 +89,9 @@ def sources(servers: Sequence[Endpoint], own: Endpoint) -> list[Endpoint]:
         servers: Live servers of the policy.
         own: The server that copies. Only its name and node are used.
     """
-    order = sorted([own, *(s for s in servers if s.server != own.server)], key=lambda s: number_of(s.server))
+    others = [server for server in servers if server.server != own.server]
     heads: dict[str, Endpoint] = {}
-    for server in order:
+    for server in sorted([own, *others], key=lambda server: number_of(server.server)):
         heads.setdefault(server.node, server)
     tree, position = list(heads.values()), list(heads).index(own.node)
     path = [] if tree[position].server == own.server else [tree[position]]

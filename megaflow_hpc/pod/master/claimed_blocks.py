@@ -176,7 +176,10 @@ class BlockLookahead:
             with suppress(LedgerError, OSError):  # not readable yet; a later call retries
                 self._picked[block] = planned(self._tasks, read_block(self._run, block).rollouts)
         self._ledger.prefer(self._picked)
-        self.tasks = list({name: task for tasks in self._picked.values() for name, task in tasks.items()}.values())
+        by_id: dict[str, PlannedTask] = {}
+        for tasks in self._picked.values():
+            by_id |= tasks
+        self.tasks = list(by_id.values())
 
     def _more(self, free: list[int]) -> list[int]:
         """Returns more blocks to pick. Each pod starts at a position derived from its name."""

@@ -143,8 +143,7 @@ class Prompts:
             if of != len(tasks) or position >= of:  # a new pass; tasks already chosen now come last
                 seed, position, of, late = int(random.integers(2**32)), 0, len(tasks), sorted(set(chosen))
             order = [tasks[i] for i in np.random.default_rng(seed).permutation(of)]
-            last = set(late)
-            order = [*(task for task in order if task not in last), *(task for task in order if task in last)]
+            order.sort(key=set(late).__contains__)  # stable: the late tasks come last
             while position < of and len(chosen) < count:
                 task = order[position]
                 position += 1

@@ -283,8 +283,11 @@ def _of_method(
     compared, only = [], next(iter(roles.values())) if len(roles) == 1 else None
     for group in groups:
         values, weights = columns(group.samples, role_config(config.advantage, only))
-        totals = zip(group.samples, (values @ weights).tolist(), strict=True)
-        compared.append(group.only(tuple(_valued(s, r, config.advantage, roles) for s, r in totals if r == r)))
+        valued = []
+        for sample, total in zip(group.samples, (values @ weights).tolist(), strict=True):
+            if not math.isnan(total):
+                valued.append(_valued(sample, total, config.advantage, roles))
+        compared.append(group.only(tuple(valued)))
     samples = [sample for group in compared for sample in group.samples]
     returned = mapping(method, call(method, compared), {sample.id for sample in samples}, "sample")
     arrays = [_checked(method, sample, returned[sample.id]) for sample in samples]

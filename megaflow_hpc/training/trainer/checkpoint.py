@@ -147,10 +147,13 @@ def restore(checkpoint: Path, optimizer: Optimizer, ranks: ProcessGroup) -> int:
             f"{checkpoint}: the checkpoint is incomplete ({error}); remove it, and continue from the previous one"
         ) from None
     ours = _shapes(optimizer)
-    if other := sorted(name for name in ours.keys() | shapes.keys() if ours.get(name) != shapes.get(name)):
+    names = sorted(ours.keys() | shapes.keys())
+    different = [name for name in names if ours.get(name) != shapes.get(name)]
+    if different:
+        first = different[0]
         raise ConfigError(
-            f"{checkpoint}: belongs to another model: {other[0]} has the shape {shapes.get(other[0])} there and "
-            f"{ours.get(other[0])} in {optimizer.policy.source} ({len(other)} differ); train it in a separate run"
+            f"{checkpoint}: belongs to another model: {first} has the shape {shapes.get(first)} there and "
+            f"{ours.get(first)} in {optimizer.policy.source} ({len(different)} differ); train it in a separate run"
         )
     tensors, random = optimizer.tensors(), _random(ranks)
     if about["ranks"] == _kind(ranks):

@@ -138,9 +138,11 @@ class Optimizer:
         self.policy.to(device)
         if not self._offload:
             torch.nn.ParameterList(master for _, master in self._rounded).to(device)  # in place
+            names = [*MOMENTS, "step"] if self._fused else MOMENTS
             for master in self.masters.values():
                 state = self._state(master)
-                state.update({name: state[name].to(device) for name in (*MOMENTS, *(["step"] if self._fused else []))})
+                for name in names:
+                    state[name] = state[name].to(device)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

@@ -304,10 +304,12 @@ def processor_options(args: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         ConfigError: the options are not a mapping.
     """
-    given = next((value for name, value in args.items() if name.replace("_", "-") == "mm-processor-kwargs"), None) or {}
+    by_option = {name.replace("_", "-"): value for name, value in args.items()}
+    given = by_option.get("mm-processor-kwargs") or {}
     try:
-        options = json.loads(given) if isinstance(given, str) else given
-        return {**options.get("images_kwargs", {}), **{k: v for k, v in options.items() if k != "images_kwargs"}}
+        options = {**(json.loads(given) if isinstance(given, str) else given)}
+        of_images = options.pop("images_kwargs", {})
+        return {**of_images, **options}
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"mm-processor-kwargs: {given!r}: expected a mapping ({error})") from None
 
@@ -322,7 +324,9 @@ def takes_images(source: Path) -> bool:
 
 def vision_parameters(causal: Any) -> list[tuple[str, Any]]:
     """Returns the parameters of the vision tower and its projection, which precede the language model."""
-    language = {id(p) for module in (causal.get_decoder(), causal.get_output_embeddings()) for p in module.parameters()}
+    language: set[int] = set()
+    for module in (causal.get_decoder(), causal.get_output_embeddings()):
+        language.update(map(id, module.parameters()))
     return [(name, p) for name, p in causal.named_parameters() if id(p) not in language]
 
 

@@ -200,12 +200,12 @@ class ColumnLists:
 
     Args:
         paths: Columns to collect. Other columns are ignored.
-        counts: Number of items so far, by extent. Updated by :meth:`add`.
     """
 
-    def __init__(self, paths: Iterable[str], counts: Counter[str] | None = None) -> None:
+    def __init__(self, paths: Iterable[str]) -> None:
         self.values: dict[str, list[Any]] = {path: [] for path in paths}
-        self.counts = Counter() if counts is None else counts
+        self.counts: Counter[str] = Counter()
+        """Number of items so far, by extent."""
         self.images: dict[bytes, int] = {}
         """Row of ``/images`` for each image so far, by SHA-256."""
 

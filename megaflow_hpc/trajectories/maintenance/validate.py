@@ -229,10 +229,11 @@ def _spans(file: h5py.File, used: Array) -> Iterator[str]:
         yield f"/image_spans: row {row}: tokens {start[row]} to {ends[row]}, outside its sequence or within another"
         return
     row_of = read(file["sequences/trajectory"])[owner]
-    uses = (
-        set(zip(_owners(file, "trajectories/image_offset").tolist(), used.tolist(), strict=True)) if len(used) else ()
-    )
-    for row in _first(np.array([pair not in uses for pair in zip(row_of.tolist(), image.tolist(), strict=True)], bool)):
+    uses: set[tuple[int, int]] = set()
+    if len(used):
+        uses.update(zip(_owners(file, "trajectories/image_offset").tolist(), used.tolist(), strict=True))
+    pairs = zip(row_of.tolist(), image.tolist(), strict=True)
+    for row in _first(np.array([pair not in uses for pair in pairs], bool)):
         yield f"/image_spans/image: row {row}: {image[row]}, not an image of trajectory {row_of[row]}"
     for some in _batches(length):
         masks = read_slices(file["tokens/loss_mask"], start[some], ends[some])
