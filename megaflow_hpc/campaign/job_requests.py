@@ -237,7 +237,8 @@ def requeue_warnings(config: CampaignConfig, groups: Sequence[ServerGroup], wher
     """
     lines = {}
     for key, job in each_job(config, RunDir("/RUN"), groups):
-        if job.role != "gather" and (why := not_requeued(job.options)):
+        why = not_requeued(job.options) if job.role != "gather" else ""
+        if why:
             lines[job.role] = (
                 f"{where(key)}: {key}: {why}: a job that reaches its walltime or loses its node is not restarted; to "
                 "continue then: megaflow-hpc resume RUN"
@@ -290,10 +291,12 @@ def limit_effects(config: CampaignConfig, jobs: Sequence[script.Job]) -> list[st
         effects.append(f"MaxArraySize: pods are {len(arrays)} arrays of at most {allowed.array_size} elements")
     for job in arrays:
         if job.throttle is not None and job.throttle < (job.elements or 1):
-            running = f"{allowed.running} jobs run at once" if allowed.running is not None else ""
+            running = f"at most {allowed.running} jobs" if allowed.running is not None else ""
             why = ", ".join(filter(None, [running, *map(str, allowed.caps)]))
-            effects.append(f"{job.throttle} of {job.elements} pods run at once beside the engines ({why})")
-    if limits.request_rate()[1] < limits.REFILL_PER_S and (window_s := drain_window_s(config)):
+            effects.append(f"{job.throttle} of {job.elements} pods run at the same time as the engines ({why})")
+    few_requests = limits.request_rate()[1] < limits.REFILL_PER_S
+    window_s = drain_window_s(config) if few_requests else 0
+    if window_s:
         effects.append(
             f"rl_enable: pods drain one after another, up to {window_s} s before their walltime ends, because Slurm "
             f"takes {limits.request_rate()[1]:g} requests a second from one user"

@@ -277,7 +277,8 @@ class Jobs(LiveJobs):
         """Replaces engine servers and trainers that ended because Slurm does not requeue them (Requeue=0). Raises
         SiteError."""
         refused = {mark.job for mark in self._marks.refused() if DISABLED in mark.words}
-        if not refused or (live := self.live()) is None:
+        live = self.live() if refused else None
+        if live is None:
             return
         ended = refused - live.keys()
         servers = self._server_indices(ended)

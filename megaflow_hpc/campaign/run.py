@@ -527,7 +527,8 @@ class Run:
             restore_rooms(self.dir, self.record, self.ledger)
         budget = CampaignBudget(self.dir, self.config.limits.model_dump())
         budget.raise_to(limits or {})
-        if (passed := budget.exceeded(self.ledger.accounts())) and not self.ledger.finished:
+        passed = budget.exceeded(self.ledger.accounts())
+        if passed and not self.ledger.finished:
             name = passed.rpartition("limits.")[2].split(" ")[0]
             unit = "USD" if name == "usd" else "HOURS"
             raise ConfigError(f"{passed}; continue with: megaflow-hpc resume {self.dir} --limit {name}={unit}")
@@ -556,7 +557,8 @@ class Run:
                 self.slurm_jobs.revive()
                 self.slurm_jobs.forgive()
             return True  # queued or running pods claim the added blocks
-        if chosen == "slurm" and (left := self.job_ids()):
+        left = self.job_ids() if chosen == "slurm" else []
+        if left:
             scancel(left)  # engines of an earlier start, which will be replaced
             self.slurm_jobs.until_gone()
         self._marks.forget_refused()

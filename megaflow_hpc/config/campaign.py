@@ -116,7 +116,8 @@ class CampaignConfig(Section):
         if info.context != STORED:
             return value
         fields, trainer = dict(value), value.get("slurm", {}).get("trainer", {})
-        if isinstance((pool := value.get("pool") or {}).get("weights"), dict):
+        pool = value.get("pool") or {}
+        if isinstance(pool.get("weights"), dict):
             fields["pool"] = pool["weights"]
             fields["quotas"] = {**value.get("quotas", {}), "in_flight": pool.get("in_flight")}
         if lead_s := value.get("slurm", {}).get("lead_s"):
@@ -160,7 +161,8 @@ class CampaignConfig(Section):
                     f"role {rewarded[0]!r} differ; leave it out"
                 )
             titles = {agent.short_title for agent in self.policies()[self.team.owning_policy].agents}
-            if len(titles) > 1 and (same := self.team.roles.keys() & titles):
+            same = self.team.roles.keys() & titles
+            if len(titles) > 1 and same:
                 raise ValueError(
                     f"team: {min(same)!r} is also the name of an agent, and both have a metric of that name; "
                     "rename the role, or give the agent another name (as)"

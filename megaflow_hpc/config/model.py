@@ -223,7 +223,8 @@ class ModelConfig(Section):
         if self.gpu_type and not self.gpus:
             raise ValueError(f"gpu_type: {self.gpu_type}: gpus is 0; raise it, or leave gpu_type out")
         kinds = {self.engine, *(str(other.get("engine", self.engine)) for other in self.also)}
-        if self.thoughts == "keep" and (lacking := kinds - {"vllm", "scripted", "pool", "replay", *ENDPOINTS}):
+        lacking = kinds - {"vllm", "scripted", "pool", "replay", *ENDPOINTS}
+        if self.thoughts == "keep" and lacking:
             raise ValueError(f"thoughts: keep is not possible with engine {min(lacking)}; use vllm, or leave it out")
         if self.image and self.engine in ("replay", *ENDPOINTS):
             raise ValueError(f"image: engine {self.engine} starts nothing that could run in one")

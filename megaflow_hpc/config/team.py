@@ -50,9 +50,11 @@ class TeamConfig(RootModel[dict[str, RoleConfig]]):
     def _stored(cls, value: Any) -> Any:
         """Puts the owner of a stored team first. JSON does not keep the order of roles, so a stored campaign names the
         owner."""
-        if not isinstance(value, dict) or not isinstance(roles := value.get("roles"), dict) or "policy" in roles:
+        roles = value.get("roles") if isinstance(value, dict) else None
+        if not isinstance(roles, dict) or "policy" in roles:  # not a stored team: ``roles`` may be a role's name
             return value
-        if (owner := value.get("owner")) not in roles:
+        owner = value.get("owner")
+        if owner not in roles:
             raise ValueError("roles: write the roles directly, the owner first: team: {writer: default}")
         return {owner: roles[owner], **roles}
 

@@ -291,8 +291,10 @@ class LedgerRules:
             return None
 
     def _claim(self) -> Steps[Claim | None]:
-        if self.free and (claim := (yield from self._first_of(self.free))):
-            return claim
+        if self.free:
+            claim = yield from self._first_of(self.free)
+            if claim is not None:
+                return claim
         survey = self._usable_survey
         if survey and (survey.open or survey.opened) and not self._may_take(survey):
             self.seen = Outlook(False, survey.open > 0, survey.opened, survey.awaited)

@@ -115,8 +115,10 @@ class CampaignBudget:
             wall_h = (time.time() - first) / 3600
             if wall_h >= wall:
                 return f"the first pod started {wall_h:.2f} hours ago, limits.wall is {wall:g}"
-        if usd is not None and (spent := spent_usd(leases)) >= usd:
-            return f"{spent:.2f} US dollars are spent on model calls, limits.usd is {usd:g}"
+        if usd is not None:
+            spent = spent_usd(leases)
+            if spent >= usd:
+                return f"{spent:.2f} US dollars are spent on model calls, limits.usd is {usd:g}"
         return ""
 
     def _gpu_s(self) -> float:

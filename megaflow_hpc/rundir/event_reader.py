@@ -48,8 +48,8 @@ def list_pods(folder: Path, only: str = "") -> dict[str, PodFiles]:
             continue
         if suffix == EVENTS:
             pods.setdefault(pod, PodFiles()).starts[start] = name
-        elif suffix == CONDENSED and (number := start_number(start)) >= 0:
-            pods.setdefault(pod, PodFiles()).condensed.append(number)
+        elif suffix == CONDENSED and start_number(start) >= 0:
+            pods.setdefault(pod, PodFiles()).condensed.append(start_number(start))
     for files in pods.values():
         files.condensed.sort(reverse=True)
     return pods
@@ -197,9 +197,11 @@ class EventReader:
             return []
         events: list[AnyEvent | Summary] = []
         offsets = self._offsets.setdefault(pod, {})
-        if start not in offsets and self._use_summaries and (summary := summaries.read(path)) is not None:
-            offsets[start] = summary.covers
-            events.append(summary)
+        if start not in offsets and self._use_summaries:
+            summary = summaries.read(path)
+            if summary is not None:
+                offsets[start] = summary.covers
+                events.append(summary)
         try:
             lines, offsets[start] = self._read_appended(path, offsets.get(start, 0))
         except OSError:
@@ -210,8 +212,10 @@ class EventReader:
             self._close(path)
             self._ended.add(path)
         for line in lines:
-            if self._mark in line and self._about in line and (event := decode(line)) is not None:
-                events.append(event)
+            if self._mark in line and self._about in line:
+                event = decode(line)
+                if event is not None:
+                    events.append(event)
         return events
 
     def _read_appended(self, path: Path, offset: int) -> tuple[list[bytes], int]:

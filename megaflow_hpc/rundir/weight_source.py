@@ -144,7 +144,8 @@ def _check_adapter(source: Path, model: Mapping[str, Any]) -> None:
         rank = read_json(source / ADAPTER, Adapter).r
     except (OSError, ValueError) as error:
         raise ConfigError(f"{source / ADAPTER}: the rank 'r' is missing or invalid: {error}") from None
-    if rank > (most := int(options.get("max-lora-rank") or LORA_RANK)):
+    most = int(options.get("max-lora-rank") or LORA_RANK)
+    if rank > most:
         raise ConfigError(
             f"{source}: has rank {rank}, but the engine takes at most {most} (args: {{max-lora-rank: …}})"
         )

@@ -273,9 +273,10 @@ def mapping(method: Method, value: Any, keys: Collection[str], what: str) -> Map
     """Checks that a function returned a mapping with exactly these keys."""
     if not isinstance(value, Mapping):
         raise wrong(method, f"returned {type(value).__name__}", f"a mapping from {what} to values")
-    if odd := sorted(keys - value.keys()) or sorted(map(str, value.keys() - keys)):
-        state = "lacks" if odd[0] in keys else "returned the unknown"
-        raise wrong(method, f"{state} {what} {odd[0]!r}", f"one entry for each of the {len(keys)} passed in")
+    lacking, unknown = sorted(keys - value.keys()), sorted(map(str, value.keys() - keys))
+    if lacking or unknown:
+        problem = f"lacks {what} {lacking[0]!r}" if lacking else f"returned the unknown {what} {unknown[0]!r}"
+        raise wrong(method, problem, f"one entry for each of the {len(keys)} passed in")
     return value
 
 

@@ -215,7 +215,8 @@ def evaluations(run: RunDir, policy: str) -> list[Evaluation]:
     """
     record = read_run(run)
     held_out, threshold = set(record.held_out), record.config.pass_threshold
-    if (team := record.config.team) and policy in team.policies.values():
+    team = record.config.team
+    if team and policy in team.policies.values():
         policy = team.owning_policy
     results: dict[tuple[int, str], list[float]] = {}
     with open_trajectories(run.path) as store:

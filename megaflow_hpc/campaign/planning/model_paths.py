@@ -62,8 +62,9 @@ def absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -
             may_be_name = field == "python" or (field == "path" and _looks_like_name(value))
             key = f"models.{name}.{field}" if named else f"model.{field}"
             changes[field] = _existing(value, base, where, key, may_be_name)
-            if field == "api_key_file" and (others := open_to_others(Path(changes[field]))):
-                raise ConfigError(f"{where(key)}: {key}: {value}: {others}")
+            problem = open_to_others(Path(changes[field])) if field == "api_key_file" else ""
+            if problem:
+                raise ConfigError(f"{where(key)}: {key}: {value}: {problem}")
     changes["binds"] = [os.path.expanduser(os.path.expandvars(bind)) for bind in model.binds]
     resolved = ModelConfig.model_validate({**model.model_dump(), **changes})
     return policy.model_copy(update={"model": resolved})
@@ -92,9 +93,12 @@ def check_models(policies: Mapping[str, Policy], config: CampaignConfig, where: 
         section = f"models.{name}" if config.models else "model"
         for kind in policy.model.kinds() if policy.model and not policy.model.pool else ():
             fields = kind.model_dump()
-            if why := _why_not_loaded(fields):
+            why = _why_not_loaded(fields)
+            if why:
                 reasons.setdefault(why, f"{where(f'{section}.path')}: {section}.path: {why}{ELSEWHERE}")
-            if not (config.slurm.setup or config.slurm.servers.setup) and (why := why_no_engine(fields)):
+            may_be_installed = config.slurm.setup or config.slurm.servers.setup
+            why = "" if may_be_installed else why_no_engine(fields)
+            if why:
                 reasons.setdefault(why, f"{where(f'{section}.engine')}: {section}: {why}{ELSEWHERE}")
     for name, trained in config.training.policies.items() if config.training else ():
         why = _why_not_loaded({"engine": "transformers", "path": trained.base})

@@ -556,7 +556,8 @@ class Gemini:
                 blocks.append({"inlineData": {"mimeType": match[1].lower(), "data": url[match.end() :]}})
             else:
                 blocks.append({"fileData": {"fileUri": url}})
-        if blocks and (signature := _signature(message)):
+        signature = _signature(message)
+        if blocks and signature:
             blocks[-1]["thoughtSignature"] = signature
         return blocks
 
@@ -578,7 +579,8 @@ class Gemini:
         parts = (candidate.get("content") or {}).get("parts") or []
         message: dict[str, Any] = {"role": "assistant"}
         message["content"] = "".join(part["text"] for part in parts if "text" in part and not part.get("thought"))
-        if thoughts := [part["text"] for part in parts if part.get("thought") and "text" in part]:
+        thoughts = [part["text"] for part in parts if part.get("thought") and "text" in part]
+        if thoughts:
             message["reasoning_content"] = "".join(thoughts)
         calls = []
         for part in parts:

@@ -234,8 +234,10 @@ class Proxy:
         """
         engine, in_flight = self._engine, self.in_flight
         waiting = max(0, in_flight - engine.slots) if engine and engine.slots else 0
-        if engine and engine.metrics and (metrics := await self._metrics()):
-            waiting = round(sum(float(value) for value in QUEUE_METRIC.findall(metrics)))
+        if engine and engine.metrics:
+            metrics = await self._metrics()
+            if metrics:
+                waiting = round(sum(float(value) for value in QUEUE_METRIC.findall(metrics)))
         if self.tenants is not None:
             waiting += self.tenants.waiting
         answered = self.requests - in_flight

@@ -303,8 +303,10 @@ class WeightCopies:
     def _link(self, copy: _Copy, name: str, used: list[_Peer]) -> str:
         """Hard-links the file to a copy on the same node. Returns its SHA-256, or an empty string if that fails."""
         file, path = copy.files[name], copy.folder / name
-        while copy.peers and (peer := copy.peers[0]).endpoint.node == self._own.node:
-            if reply := self._poll(copy, name, file.expected.size):
+        while copy.peers and copy.peers[0].endpoint.node == self._own.node:
+            peer = copy.peers[0]
+            reply = self._poll(copy, name, file.expected.size)
+            if reply:
                 try:
                     os.link(reply.path, path)
                     file.received = path.stat().st_size

@@ -132,7 +132,8 @@ class Rescoring:
             raise UnscoredError("its task has several steps, of which only the changes are stored, not their order")
         sandbox = await sandboxes.start(rollout_spec(task, agent, services.images, services.config.environment))
         try:
-            if task.kind == "python" and (why := _lacking(stored, context)):
+            why = _lacking(stored, context) if task.kind == "python" else ""
+            if why:
                 verdict = await self._without_files(task, sandbox, context, why)
             else:
                 await prepare(task, sandbox)
@@ -248,5 +249,8 @@ async def _restore(
         raise _NoCheckout(
             "the record has no patch, not even an empty one: the agent's sandbox had no checkout or no git"
         )
-    if (patch := stored.get(PATCH)) and (why := await checkout.apply(sandbox, patch)):
-        raise UnscoredError(f"its patch cannot be applied: {why}")
+    patch = stored.get(PATCH)
+    if patch:
+        problem = await checkout.apply(sandbox, patch)
+        if problem:
+            raise UnscoredError(f"its patch cannot be applied: {problem}")

@@ -141,9 +141,12 @@ def _remove(folder: Path, pod: str, covered: int) -> None:
     own = re.compile(rf"(\.?){re.escape(pod)}\.([0-9]+)({kinds})(\..*)?")
     names = [name for name in os.listdir(folder) if name.startswith((f"{pod}.", f".{pod}."))]
     for name in sorted(names, key=lambda name: name.endswith(EVENTS)):
-        if (match := own.fullmatch(name)) is None or bool(match[1]) != bool(match[4]):
+        match = own.fullmatch(name)
+        if match is None:
             continue
-        number = start_number(match[2])
-        if 0 <= number < covered or (number == covered and (match[4] or match[3] != CONDENSED)):
+        hidden, number, kind, rest = match[1], start_number(match[2]), match[3], match[4]
+        if bool(hidden) != bool(rest):  # not a temporary file of a writer
+            continue
+        if 0 <= number < covered or (number == covered and (rest or kind != CONDENSED)):
             with suppress(FileNotFoundError):
                 (folder / name).unlink()

@@ -105,7 +105,8 @@ class RunningRollouts:
         self._end(pod)
         self._nodes.pop(pod, None)
         for rollout in self._begun.pop(pod, {}):
-            if rollout not in self._stored_at and (attempt := self.last.get(rollout)) and attempt.pod == pod:
+            attempt = self.last.get(rollout)
+            if attempt is not None and attempt.pod == pod and rollout not in self._stored_at:
                 del self.last[rollout]
 
     def _note_stored(self, rollout: str, at: float) -> None:

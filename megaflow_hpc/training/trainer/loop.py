@@ -458,14 +458,15 @@ class TrainingLoop:
 
     def _row(self, batch: MicroBatch) -> tuple[Any, ...]:
         """Returns the model's inputs for a micro-batch. An empty micro-batch becomes a single token to ignore."""
-        if len(batch.tokens) and (largest := int(batch.tokens.max())) >= self.policy.words:
+        if not len(batch.tokens):
+            return row_of([], self.policy)
+        largest = int(batch.tokens.max())
+        if largest >= self.policy.words:
             raise ConfigError(
                 f"{self.policy.source}: has {self.policy.words} tokens, but rollouts of {self.flow.run} hold token "
                 f"{largest}: they come from a model with another tokenizer; no step was taken"
             )
         device = self.ranks.device
-        if not len(batch.tokens):
-            return row_of([], self.policy)
         if batch.images or self.policy.vision is not None:
             return self._row_with_images(batch)
         tokens, positions = (torch.from_numpy(a).to(device, torch.int64) for a in (batch.tokens, batch.positions))

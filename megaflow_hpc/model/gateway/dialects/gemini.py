@@ -238,7 +238,8 @@ def _image(blob: Blob) -> dict[str, Any]:
 
 def _result(response: Mapping[str, Any]) -> str:
     """Returns a function's result as text. Clients put it into the field ``output`` or ``error``."""
-    if len(response) == 1 and isinstance(text := response.get("output", response.get("error")), str):
+    text = response.get("output", response.get("error"))
+    if len(response) == 1 and isinstance(text, str):
         return text
     return written_arguments(response, "functionResponse.response")
 
@@ -254,7 +255,8 @@ def _answer_of(content: Content, turn: int, pending: dict[str, dict[str, None]])
             calls.append({"id": call_id, "type": "function", "function": function})
     texts = [text_part(part.text) for part in content.parts if part.text and not part.thought]
     message: dict[str, Any] = {"role": "assistant", "content": text_of(texts)}
-    if thoughts := "".join(part.text or "" for part in content.parts if part.thought):
+    thoughts = "".join(part.text or "" for part in content.parts if part.thought)
+    if thoughts:
         message["reasoning"] = thoughts
     if calls:
         message["tool_calls"] = calls
