@@ -197,6 +197,6 @@ def lost_journals(run: RunDir, ledger: Ledger) -> list[str]:
 
 def _purged(run: RunDir, what: str) -> ConfigError:
     return ConfigError(
-        f"{run}: was partly deleted, perhaps by a purge of scratch: {what}; restore it, or gather what is left and "
+        f"{run}: was partly deleted, perhaps by a purge of scratch: {what}; restore it, or gather the rest and "
         "plan a new run"
     )

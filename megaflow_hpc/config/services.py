@@ -64,7 +64,7 @@ class ServiceConfig(Section):
     @model_validator(mode="after")
     def _of_the_tasks_image(self) -> ServiceConfig:
         if not self.image and not (self.command and self.ports):
-            raise ValueError("a service without an image has that of the task, and needs command and ports; add them")
+            raise ValueError("a service without an image uses the task's, and needs command and ports; add them")
         if self.per != "rollout" and (not self.image or self.after):
             raise ValueError(f"a service per {self.per} needs an image and waits for no other; name image, not after")
         return self

@@ -256,9 +256,9 @@ class PodsConfig(JobSection):
             for name, field in cls.model_fields.items():
                 own = name in ("count", "partition", "time", "extra")
                 if not own and getattr(pool, name) != field.get_default(call_default_factory=True):
-                    raise ValueError(f"{name}: all pools have that of slurm.pods; leave it out")
+                    raise ValueError(f"{name}: all pools take it from slurm.pods; leave it out")
             if "signal" in pool.extra:
-                raise ValueError("signal: all pools have that of slurm.pods; leave it out")
+                raise ValueError("signal: all pools take it from slurm.pods; leave it out")
         return value
 
     @property

@@ -247,10 +247,10 @@ class HttpServer(web.Server):
         if len(owned) >= max(share, MIN_CONNECTIONS):
             longest_idle = next((other for other in owned if not other.busy), None)
             if longest_idle is None:
-                self.log.refused("connections of one key, too many at once", owner)
+                self.log.refused("connections of a key that has too many", owner)
                 self._wait_for_key(connection)
                 return False
-            self.log.refused("idle connections of one key, too many at once", owner)
+            self.log.refused("idle connections of a key that has too many", owner)
             self._drop(longest_idle)
         connection.owner = owner
         owned[connection] = None
@@ -325,7 +325,7 @@ class HttpServer(web.Server):
 
     def _drop_oldest_waiting(self) -> None:
         if self._waiting:
-            self.log.refused("connections without a key, too many at once")
+            self.log.refused("connections without a key, because too many were waiting")
             self._drop(next(iter(self._waiting)))
 
     def _drop(self, connection: _Connection) -> None:

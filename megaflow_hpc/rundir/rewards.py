@@ -66,7 +66,7 @@ def check_name(name: str) -> None:
     """
     if not NAME.fullmatch(name) or name in RESERVED:
         reserved = ", ".join(sorted(RESERVED))
-        raise ConfigError(f"--name {name}: expected letters, digits, _ or -, and none of the names {reserved}")
+        raise ConfigError(f"--name {name}: expected letters, digits, _ or -, but not one of {reserved}")
 
 
 def given_rewards(run: RunDir) -> dict[str, dict[str, GivenReward]]:

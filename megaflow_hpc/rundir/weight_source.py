@@ -110,7 +110,7 @@ def why_not_served(base: Path, served: Path) -> str:
     words = [_read(folder / "tokenizer.json").get("model") for folder in (base, served)]
     vocabularies = [model["vocab"] for model in words if isinstance(model, dict) and "vocab" in model]
     if len(vocabularies) == 2 and vocabularies[0] != vocabularies[1]:
-        return f"{base}: its tokenizer gives other numbers to words than that of {served}, {others}"
+        return f"{base}: its tokenizer maps words to other ids than the tokenizer of {served}, {others}"
     return ""
 
 

@@ -204,8 +204,8 @@ class Starter:
     def _slurm(self) -> list[str]:
         if not self.slurm:
             if self.silent:
-                return ["# Slurm did not answer: until it does, run with --launcher local takes this machine."]
-            return ["# There is no Slurm here: megaflow-hpc run takes this machine."]
+                return ["# Slurm did not answer. Until it does, run with --launcher local to use this machine."]
+            return ["# There is no Slurm here: megaflow-hpc run uses this machine."]
         account = [f"  account: {_quoted(self.accounts[0])}{_others(self.accounts)}"] if self.accounts else []
         if self.profiles and "pods" in (self.profiles[0].fields.get("slurm") or {}):
             unknown = [] if account else ["  # account: PROJECT  # many sites demand one"]

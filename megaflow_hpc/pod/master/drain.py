@@ -26,7 +26,7 @@ HURRIED = ("now", "cancelled")
 STUCK_S = 120.0
 """The pod ends and is restarted if the run directory fails or hangs for this many seconds."""
 
-TOO_LONG = "what is left is not expected to end before the walltime"
+TOO_LONG = "the queued rollouts would probably not end before the walltime"
 NOT_AWAITED = "nothing to do, and no consumer that may add blocks has renewed its lease for long"
 
 

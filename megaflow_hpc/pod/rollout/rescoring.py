@@ -129,7 +129,7 @@ class Rescoring:
         if task.services:
             raise UnscoredError("its task has services, whose state is not stored")
         if len(format_of(task).steps(task)) > 1:
-            raise UnscoredError("its task has several steps, of which only the changes are stored, not their order")
+            raise UnscoredError("its task has several steps, but only their changes are stored, not their order")
         sandbox = await sandboxes.start(rollout_spec(task, agent, services.images, services.config.environment))
         try:
             why = _lacking(stored, context) if task.kind == "python" else ""

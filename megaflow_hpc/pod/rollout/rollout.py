@@ -407,7 +407,7 @@ def _add_verdict(trajectory: Trajectory, verdict: Verdict) -> None:
         checked_rewards(rewards)
     except ValueError as error:
         rewards = dict(verdict.rewards)
-        _blame(trajectory, "agent", f"the agent's rewards are left out: with those of the verifier, {error}")
+        _blame(trajectory, "agent", f"the agent's rewards are left out: together with the verifier's, {error}")
     trajectory.reward, trajectory.rewards = verdict.reward, rewards
     if verdict.agent_error or verdict.error:
         why = "; ".join(filter(None, (verdict.agent_error, verdict.error)))

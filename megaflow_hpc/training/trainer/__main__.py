@@ -47,8 +47,8 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="exit status: 0 all steps are done; 75 stopped by SIGTERM, start it again; 76 one of several ranks "
-        "amended a step, start it again at once; 1 another trainer has taken over, or the run directory fails; 2 the "
-        "campaign or the model is invalid; 69 no pod runs and none is queued",
+        "amended a step, start it again immediately; 1 another trainer has taken over, or the run directory fails; 2 "
+        "the campaign or the model is invalid; 69 no pod runs and none is queued",
     )
     parser.add_argument("run", metavar="RUN", help="run directory, as megaflow-hpc plan printed it")
     parser.add_argument("--policy", help="policy to train; optional if only one is trained")

@@ -157,6 +157,6 @@ def _is_up_to_date(run: RunDir, before: dict[str, Any], now: dict[str, Any], reb
     if rebuild or left != now["journals"]:
         raise ConfigError(
             f"{run.trajectories}: was made from journals that no longer exist ({', '.join(gone)}), so rebuilding it "
-            f"would lose their rollouts; restore them to {run.journal}, or move the file away to gather what is left"
+            f"would lose their rollouts; restore them to {run.journal}, or move the file away to gather the rest"
         )
     return True
