@@ -38,11 +38,11 @@ POLL_INTERVAL_S = RENEW_S
 FIRST_POLL_INTERVAL_S = 5.0
 """Seconds between polls before the first pod runs."""
 REFUSED_S = 600.0
-"""Seconds for which this process lets other processes scale after Slurm has refused its request."""
+"""Seconds for which this process leaves scaling to other processes after Slurm has refused its request."""
 QUEUE_LENGTH = 4.0
-"""Mean engine queue length above which a server is added, provided that waits are also long."""
+"""Mean length of the engines' queues above which a server is added. Waits must also be long."""
 QUEUE_WAIT_S = 10.0
-"""Mean wait in seconds of the last queued request above which a server is added."""
+"""Mean wait in seconds of the last queued request above which a server is added. Queues must also be long."""
 
 
 def wanted_servers(least: int, most: int, loads: Iterable[Load], asking: bool) -> int:
@@ -83,7 +83,7 @@ class Autoscaler:
         self._counts = {
             server.policy: ServerCount(*server.model["servers"]) for server in planned.servers if server.held
         }
-        """Maps each policy with held servers to its minimum and maximum number of servers."""
+        """Minimum and maximum number of servers of each policy with held servers, by policy."""
         self._called = {name for name, policy in planned.policies.items() if not policy.samples}
         """Policies without rollouts of their own, such as judges. Rollouts of any policy may call them."""
         self._lease = Leader(run, SCALER, holder)
@@ -127,7 +127,7 @@ class Autoscaler:
         return loads
 
     def _remaining_rollouts(self) -> Counter[str]:
-        """Returns the number of remaining rollouts per policy. Empty while no pod is running."""
+        """Returns the number of remaining rollouts by policy. Returns an empty counter while no pod is running."""
         pods = self._monitor.status()["pods"]
         if not any(pod["state"] == "started" for pod in pods):
             return Counter()
@@ -143,11 +143,12 @@ class Backlog:
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._policies: dict[str, str] = {}
-        """Maps the id of each rollout not yet stored to its policy."""
+        """Policy of each rollout that is not stored yet, by rollout id."""
         self._read_blocks: set[int] = set()
         self._events = EventReader(run.events, only="rollout", use_summaries=True)
         self._ended: list[str] = []
-        """Rollouts that ended in the previous poll. Their block may have been written after the blocks were read."""
+        """Rollouts that ended in the previous poll. They are dropped again in the next poll, because their block may
+        have been written after the blocks were read."""
 
     def look(self) -> Counter[str]:
         """Reads new blocks and events. Returns the number of remaining rollouts per policy."""

@@ -29,7 +29,7 @@ def digest(text: str | bytes) -> str:
 
 
 EXTENDABLE = ("tasks", "samples", "environment.images")
-"""Keys that ``extend`` can change in a run."""
+"""Keys of the campaign file that ``extend`` can change in a run."""
 BY_RESUME = {
     **{
         f"slurm.{jobs}.{key}": "resume --time, --mem or --partition"
@@ -39,7 +39,7 @@ BY_RESUME = {
     **{f"limits.{name}": "resume --limit" for name in LIMITS},
     "slurm.pods.count": "scale --pods",
 }
-"""Maps each key that a verb can change in a run to that verb."""
+"""Verb that can change a key in a run, by key."""
 
 
 def differing_keys(before: str, after: str) -> list[str]:
@@ -98,7 +98,7 @@ class Edits:
         return [*self._campaign_file(), *filter(None, [accepted_line(self._run)])]
 
     def campaign_keys(self) -> list[str]:
-        """Compares the campaign file with the run. Returns one line for each remedy, with the keys that differ.
+        """Compares the campaign file with the run. Returns lines that name the keys that differ, one for each remedy.
 
         Reads the file from which the run was planned, not the run's own copy. Returns an empty list if the file is
         missing or invalid.
@@ -173,7 +173,7 @@ def restore_rooms(run: RunDir, planned: RunRecord, ledger: Ledger) -> None:
 
 
 def lost_journals(run: RunDir, ledger: Ledger) -> list[str]:
-    """Returns a warning if journals are missing and no trajectories.h5 could contain their rollouts."""
+    """Returns a warning if journals are missing and no trajectories.h5 can contain their rollouts."""
     if run.trajectories.exists():
         return []
     from megaflow_hpc.trajectories.journal.winners import journals
@@ -197,6 +197,6 @@ def lost_journals(run: RunDir, ledger: Ledger) -> list[str]:
 
 def _purged(run: RunDir, what: str) -> ConfigError:
     return ConfigError(
-        f"{run}: was partly deleted, perhaps by a purge of scratch: {what}; restore it, or gather what is left and "
+        f"{run}: was partly deleted, perhaps by a purge of scratch: {what}; restore it, or gather the rest and "
         "plan a new run"
     )

@@ -1,4 +1,4 @@
-"""Entry point of the Python API. :class:`Campaign` plans and submits, and returns a
+"""Entry point of the Python API: :class:`Campaign` plans and submits, and returns a
 :class:`~megaflow_hpc.campaign.run.Run`."""
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Campaign:
         self.max_rollouts = MAX_ROLLOUTS
         """Maximum number of rollouts to plan."""
         self.notices: list[str] = []
-        """Warnings for the user that arose during planning."""
+        """Warnings for the user from planning."""
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Campaign:
@@ -90,7 +90,7 @@ class Campaign:
 
     @property
     def runs(self) -> Path:
-        """The directory of the campaign's runs.
+        """Directory in which the campaign's runs are created.
 
         Raises:
             ConfigError: ``run_dir`` names a variable that is not set.
@@ -188,7 +188,7 @@ class Campaign:
             self.notices.append(str(error) + LIFTED)
 
     def site_mistakes(self, draft: Draft, watch: PlanWatch) -> list[str]:
-        """Checks this site. Returns a message for each missing resource and each refused request."""
+        """Checks this site. Returns a message for each missing resource, and for each job that Slurm would refuse."""
         mistakes: list[str] = []
         for check in chain([self._run_dir(None).check_new], self._preflight(draft, site.has_slurm(), watch)):
             try:
@@ -245,7 +245,7 @@ class Campaign:
         like: str | Path | None = None,
         watch: PlanWatch = SILENT,
     ) -> tuple[list[script.Job], Estimate]:
-        """Returns the jobs that :meth:`submit` would submit, and their estimated cost. Has no side effects.
+        """Returns the jobs that :meth:`submit` would submit, and their estimated cost. Submits and writes nothing.
 
         Args:
             rollout_seconds: Assumed duration of each rollout.
@@ -274,12 +274,12 @@ class Findings:
     file: list[str] = field(default_factory=list)
     """Problems in the file, its tasks and its models."""
     site: list[str] = field(default_factory=list)
-    """Missing resources and refused requests at this site."""
+    """Missing resources at this site, and jobs that Slurm would refuse."""
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """Explanations of limits."""
+    """Explanations of the limits that apply to the campaign."""
     left_out: list[str] = field(default_factory=list)
-    """Errors of the tasks that are left out."""
+    """Errors of the tasks that the campaign leaves out."""
     tasks: int = 0
     rollouts: int = 0
 
@@ -287,7 +287,7 @@ class Findings:
 def check(
     path: str | Path, site_too: bool = True, watch: PlanWatch = SILENT, max_rollouts: int = MAX_ROLLOUTS
 ) -> Findings:
-    """Finds all problems in a campaign file and at this site. Has no side effects.
+    """Finds all problems in a campaign file and at this site. Changes nothing.
 
     Args:
         site_too: Also query Slurm, if available, and start a sandbox.
@@ -319,7 +319,7 @@ def check(
 
 
 def _filled_here(config: CampaignConfig) -> CampaignConfig:
-    """Resolves ``ranks_per_node: fill`` for a pod on this machine."""
+    """Replaces ``ranks_per_node: fill`` with the number of ranks for a pod on this machine."""
     pods = config.slurm.pods
     if pods.ranks_per_node != "fill":
         return config

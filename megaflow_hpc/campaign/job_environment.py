@@ -27,8 +27,8 @@ def trainer_python() -> str:
 
 
 def _by_role(config: CampaignConfig) -> list[str]:
-    """Returns shell lines that run the ``setup`` of the job's own section. The scripts set ``role`` before sourcing
-    them."""
+    """Returns shell lines that run the ``setup`` of the job's own section. The scripts set ``role`` before they source
+    these lines."""
     slurm = config.slurm
     roles = [("pods", slurm.pods.setup), ("servers", slurm.servers.setup), ("trainer", slurm.trainer.setup)]
     lines = []

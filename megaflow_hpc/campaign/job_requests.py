@@ -60,11 +60,11 @@ def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], 
 
 
 SCRIPTS = {"servers": "model_servers", "trainer": "trainer", "pods": "sandbox_pods"}
-"""Maps each role to its script name in ``RUN/sbatch``."""
+"""Name in ``RUN/sbatch`` of the script for each role."""
 
 
 def by_hand(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> list[str]:
-    """Returns ready-to-paste commands that submit a planned run by hand and gather its results.
+    """Returns commands for the user to submit a planned run by hand and gather its results.
 
     Writes a script for a heterogeneous job, because the packaged scripts support only arrays.
     """
@@ -82,7 +82,7 @@ def by_hand(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) 
 def beside(
     config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], allowed: limits.Allowance
 ) -> list[limits.Amounts]:
-    """Returns the resources of each engine server and trainer that count against the same limits as the pods."""
+    """Returns the resources of each engine server and trainer that count towards the same limits as the pods."""
     amounts = []
     others = [*server_jobs(config, run, groups, allowed), *trainer_jobs(config, run)] if allowed.caps else []
     for job in others:
@@ -237,7 +237,8 @@ def requeue_warnings(config: CampaignConfig, groups: Sequence[ServerGroup], wher
     """
     lines = {}
     for key, job in each_job(config, RunDir("/RUN"), groups):
-        if job.role != "gather" and (why := not_requeued(job.options)):
+        why = not_requeued(job.options) if job.role != "gather" else ""
+        if why:
             lines[job.role] = (
                 f"{where(key)}: {key}: {why}: a job that reaches its walltime or loses its node is not restarted; to "
                 "continue then: megaflow-hpc resume RUN"
@@ -246,7 +247,7 @@ def requeue_warnings(config: CampaignConfig, groups: Sequence[ServerGroup], wher
 
 
 def _with_location(line: str, where: Any) -> str:
-    """Prefixes a message with ``file:line`` of the key that it starts with."""
+    """Prefixes a message with ``file:line`` of the key with which it starts."""
     return f"{where(line.split()[0].rstrip(':'))}: {line}"
 
 
@@ -290,10 +291,12 @@ def limit_effects(config: CampaignConfig, jobs: Sequence[script.Job]) -> list[st
         effects.append(f"MaxArraySize: pods are {len(arrays)} arrays of at most {allowed.array_size} elements")
     for job in arrays:
         if job.throttle is not None and job.throttle < (job.elements or 1):
-            running = f"{allowed.running} jobs run at once" if allowed.running is not None else ""
+            running = f"at most {allowed.running} jobs" if allowed.running is not None else ""
             why = ", ".join(filter(None, [running, *map(str, allowed.caps)]))
-            effects.append(f"{job.throttle} of {job.elements} pods run at once beside the engines ({why})")
-    if limits.request_rate()[1] < limits.REFILL_PER_S and (window_s := drain_window_s(config)):
+            effects.append(f"{job.throttle} of {job.elements} pods run at the same time as the engines ({why})")
+    few_requests = limits.request_rate()[1] < limits.REFILL_PER_S
+    window_s = drain_window_s(config) if few_requests else 0
+    if window_s:
         effects.append(
             f"rl_enable: pods drain one after another, up to {window_s} s before their walltime ends, because Slurm "
             f"takes {limits.request_rate()[1]:g} requests a second from one user"

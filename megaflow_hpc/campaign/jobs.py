@@ -41,12 +41,13 @@ from megaflow_hpc.slurm.ids import array_of, cluster_of, number, scancel
 from megaflow_hpc.trajectories.journal import packs
 
 GONE_S = 120.0
-"""Seconds to wait for cancelled jobs to leave Slurm, and for a response from slurmctld before engines are ended."""
+"""Maximum seconds to wait for cancelled jobs to leave Slurm. Also the maximum wait for slurmctld before engines are
+ended."""
 MAX_DEPENDENCIES = 16
-"""Maximum number of engines that pods list as dependencies. Pods start after any of them has started."""
+"""Maximum number of engines in the dependency of pods. Pods start after any of them has started."""
 
 LEAVE_S = 30.0
-"""Grace period in seconds for engines to exit after the campaign has finished."""
+"""Seconds that engines get to exit after the campaign has finished."""
 
 
 class Jobs(LiveJobs):
@@ -63,7 +64,7 @@ class Jobs(LiveJobs):
         self.notices: list[str] = []
         """Messages for the user about the most recent start."""
         self._asked_again: set[Refused] = set()
-        """Refused requeues that :meth:`bring_back` has already requested again."""
+        """Refused requeues for which :meth:`bring_back` has sent another request."""
         self._brought_back_at = 0.0
         """:attr:`asked_at` of the last squeue answer that :meth:`bring_back` handled."""
         self._topped_up_at = 0.0
@@ -148,7 +149,7 @@ class Jobs(LiveJobs):
         self.arrays.queue(gather_job(self._config, self._run, self._gather_dependency(), servers, expected))
 
     def _journal_bytes(self) -> float:
-        """Returns the expected total size of the journals in bytes: the current size, plus an estimate for open
+        """Returns the expected total size of the journals in bytes. It is the current size, plus an estimate for open
         blocks."""
         size = 0
         for path in self._run.journal.glob("*.[jp]*"):  # journals and packs
@@ -161,7 +162,8 @@ class Jobs(LiveJobs):
         return size + max(0, blocks - done) * of_block
 
     def _gather_dependency(self) -> str:
-        """Returns the dependency of the gather job: all trainers, and all pods on this cluster, have ended."""
+        """Returns the dependency of the gather job. It waits until all trainers, and all pods on this cluster, have
+        ended."""
         return "afterany:" + ":".join([*self._local_arrays(), *self.arrays.ids("trainer")])
 
     @property
@@ -275,12 +277,16 @@ class Jobs(LiveJobs):
         """Replaces engine servers and trainers that ended because Slurm does not requeue them (Requeue=0). Raises
         SiteError."""
         refused = {mark.job for mark in self._marks.refused() if DISABLED in mark.words}
-        if not refused or (live := self.live()) is None:
+        live = self.live() if refused else None
+        if live is None:
             return
         ended = refused - live.keys()
-        if servers := self._server_indices(ended):
+        servers = self._server_indices(ended)
+        if servers:
             self.restart_servers(set(servers.values()))
-        if trainers := {each.id: each.policy for each in self.arrays.records() if each.policy and each.id in ended}:
+        records = [record for record in self.arrays.records() if record.id in ended]
+        trainers = {record.id: record.policy for record in records if record.policy}
+        if trainers:
             self.restart_trainers(trainers.values())
         self._marks.forget_refused([*servers, *trainers])
 
@@ -454,7 +460,7 @@ class Jobs(LiveJobs):
             self._try_at = min(self._try_at, plan.again_at)
 
     def _record_ends(self, plan: Replacements, pods: Sequence[JobRecord], live: Sequence[JobState]) -> None:
-        """Updates ``plan`` with the ends of pods that Slurm no longer has."""
+        """Updates ``plan`` with the ends of pods that Slurm no longer lists."""
         listed = {state.id for state in live}
         asked_at = time.time() - (time.monotonic() - self.asked_at)
         missed = plan.missed(pods, listed, asked_at)
@@ -487,7 +493,7 @@ class Jobs(LiveJobs):
             return False
 
     def _lasting_count(self, pods: Sequence[JobState]) -> int:
-        """Returns the number of pods that are neither leaving nor due to be replaced."""
+        """Returns the number of pods that neither leave nor are due to be replaced."""
         staying = self._not_leaving(pods)
         return len(staying) - len(self._successors.ending(staying, time.time()))
 
@@ -574,5 +580,5 @@ class Jobs(LiveJobs):
 
 
 def _age(job_id: str) -> tuple[int, ...]:
-    """Returns a sort key for a job id. Later arrays and elements sort last."""
+    """Returns a sort key for a job id, in which later arrays and elements come last."""
     return tuple(int(part) for part in re.findall(r"\d+", number(job_id)))

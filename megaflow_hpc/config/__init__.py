@@ -1,9 +1,8 @@
-"""The campaign file: models of its sections, validation, and documentation of each key.
+"""Reads and validates the campaign file: models of its sections, checks, and documentation of each key.
 
 :func:`load` reads a YAML file into a :class:`CampaignConfig`. :func:`schema` exports the JSON Schema for editors.
 
-Error messages name the file, line, value and remedy. Relative paths are resolved against the campaign file's
-directory.
+Error messages name the file, line, value and remedy. Relative paths are resolved against the campaign file's directory.
 """
 
 from megaflow_hpc.config.campaign import CampaignConfig, Policy, load, parse, parsed, read, resolved, schema

@@ -1,4 +1,4 @@
-"""Top level of the campaign file: the sections, the policies, and the functions that load the file."""
+"""Defines the top level of the campaign file: the sections, the policies, and the functions that load the file."""
 
 from __future__ import annotations
 
@@ -112,11 +112,12 @@ class CampaignConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _earlier_keys(cls, value: Any, info: ValidationInfo) -> Any:
-        """Reads keys of a run that an earlier version planned."""
+        """Converts the keys of a run that an earlier version planned."""
         if info.context != STORED:
             return value
         fields, trainer = dict(value), value.get("slurm", {}).get("trainer", {})
-        if isinstance((pool := value.get("pool") or {}).get("weights"), dict):
+        pool = value.get("pool") or {}
+        if isinstance(pool.get("weights"), dict):
             fields["pool"] = pool["weights"]
             fields["quotas"] = {**value.get("quotas", {}), "in_flight": pool.get("in_flight")}
         if lead_s := value.get("slurm", {}).get("lead_s"):
@@ -160,7 +161,8 @@ class CampaignConfig(Section):
                     f"role {rewarded[0]!r} differ; leave it out"
                 )
             titles = {agent.short_title for agent in self.policies()[self.team.owning_policy].agents}
-            if len(titles) > 1 and (same := self.team.roles.keys() & titles):
+            same = self.team.roles.keys() & titles
+            if len(titles) > 1 and same:
                 raise ValueError(
                     f"team: {min(same)!r} is also the name of an agent, and both have a metric of that name; "
                     "rename the role, or give the agent another name (as)"
@@ -298,7 +300,7 @@ def pass_threshold_of(campaign: Mapping[str, Any]) -> float:
 
 
 _NO_AGENTS = (AgentConfig(name="nop"),)
-"""Placeholder agent for the policies of an engine pool, which runs no tasks."""
+"""Agent in the policies of an engine pool, which runs no tasks."""
 
 
 def _check_distinct(agents: Sequence[AgentConfig]) -> None:
@@ -311,7 +313,7 @@ def _check_distinct(agents: Sequence[AgentConfig]) -> None:
 
 
 class Policy(Section):
-    """A set of agents and, if they need one, their model. Derived from the campaign file. Users never write it."""
+    """A set of agents and, if they need one, their model. Derived from the campaign file. Users do not write it."""
 
     agents: tuple[AgentConfig, ...]
     model: ModelConfig | None = None

@@ -1,4 +1,4 @@
-"""The ``model`` section: the engines of a policy."""
+"""Defines the ``model`` section, which configures the engines of a policy."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class TokenPrice(NamedTuple):
 
 
 ENDPOINTS = ("external", "openai", "anthropic", "gemini")
-"""Engines that are already running elsewhere."""
+"""Values of ``engine`` for endpoints that run outside of the campaign."""
 ALSO = (
     *("engine", "path", "servers", "gpus", "gpu_type", "nodes", "args", "python", "image", "binds"),
     *("base_url", "api_key_file", "script"),
@@ -78,7 +78,7 @@ ALSO = (
 
 
 def _of_earlier_version(kind: dict[str, Any]) -> dict[str, Any]:
-    """Names the engine of a stored section whose version had the keys ``pool`` and ``api`` instead."""
+    """Converts a stored section of an earlier version. It had the keys ``pool`` and ``api`` instead of ``engine``."""
     if kind.get("pool"):
         return {**kind, "engine": "pool", "path": kind["pool"]}
     return {**kind, "engine": kind["api"]} if kind.get("api") else kind
@@ -223,7 +223,8 @@ class ModelConfig(Section):
         if self.gpu_type and not self.gpus:
             raise ValueError(f"gpu_type: {self.gpu_type}: gpus is 0; raise it, or leave gpu_type out")
         kinds = {self.engine, *(str(other.get("engine", self.engine)) for other in self.also)}
-        if self.thoughts == "keep" and (lacking := kinds - {"vllm", "scripted", "pool", "replay", *ENDPOINTS}):
+        lacking = kinds - {"vllm", "scripted", "pool", "replay", *ENDPOINTS}
+        if self.thoughts == "keep" and lacking:
             raise ValueError(f"thoughts: keep is not possible with engine {min(lacking)}; use vllm, or leave it out")
         if self.image and self.engine in ("replay", *ENDPOINTS):
             raise ValueError(f"image: engine {self.engine} starts nothing that could run in one")

@@ -1,13 +1,12 @@
-"""Quotas of a campaign and the site's caps on them. Both are checked when the campaign is planned.
+"""Defines the quotas of a campaign and the site's caps on them. Planning checks both.
 
 The section ``quotas`` limits a campaign's model calls. The site file caps what a campaign may request, and its caps
 also apply to campaigns without quotas.
 
-Each worker rank has a gateway with an equal, fixed part of the quota. Gateways do not communicate. The total is
-never exceeded, but it is not fully used while some pods are queued or have ended.
+Each worker rank has a gateway with an equal, fixed part of the quota. Gateways do not communicate. The total is never
+exceeded, but it is not fully used while some pods are queued or have ended.
 
-The site file is ``/etc/megaflow-hpc/site.yaml`` or, if that does not exist, the file named by
-``MEGAFLOW_SITE_FILE``::
+The site file is ``/etc/megaflow-hpc/site.yaml`` or, if that does not exist, the file named by ``MEGAFLOW_SITE_FILE``::
 
     caps: {requests_per_s: 200, tokens_per_s: 2.0e5, in_flight: 1000, pods: 16, servers: 8}
     users: {alice: {in_flight: 2000}}     # replaces single caps for this user

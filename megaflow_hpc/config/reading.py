@@ -1,5 +1,4 @@
-"""Reads YAML with line numbers, and turns validation errors into messages with file, line, expected value and
-remedy.
+"""Reads YAML with line numbers. Converts validation errors to messages with file, line, expected value and remedy.
 
 Pydantic's messages are written for programmers ("input should be a valid dictionary or instance of …"). This module
 derives the expected values from the JSON Schema of the sections, so messages state a key's bounds and choices.
@@ -27,15 +26,15 @@ OF_KIND = re.compile(
     r"(int|float|string|bool|dict|mapping|model|list|tuple|named_tuple|finite_number|greater_than|less_than|literal|enum"
     r")(_|\Z)"
 )
-"""Matches Pydantic error types that are explained from the schema. For other types, the section's own message is
-used."""
+"""Matches Pydantic error types that this module explains from the schema. For other types, it uses the section's own
+message."""
 UNITS = {"s": "seconds", "gb": "GB", "mb": "MB", "hours": "hours"}
-"""Suffix of a key → unit of its value."""
+"""Unit of a key's value, by the suffix of the key."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that rejects duplicate keys and parses no numbers to other bases: ``time: 1:00:00`` and
-    ``account: 0123`` stay strings."""
+    """YAML loader that rejects duplicate keys and reads numbers only in base 10: ``time: 1:00:00`` and ``account:
+    0123`` stay strings."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """Builds the mapping of a node.
@@ -70,11 +69,11 @@ YAML_REMEDIES = {
     "mapping values are not allowed here": "write a space after each colon, and one key on each line",
     "<block mapping start>": "start all keys of one level in the same column",
 }
-"""Maps part of a YAML parser's message to what the user should do."""
+"""Remedy for the user, by a part of the YAML parser's message."""
 
 
 def _instead_of(directory: Path) -> str:
-    """Returns what to do if a directory was given where a campaign file is expected."""
+    """Returns a remedy for the case that the user gave a directory instead of a campaign file."""
     if (directory / "run.json").exists():
         return f"it is a run: continue it with megaflow-hpc resume {directory}"
     if (directory / "campaign.yaml").exists():
@@ -85,7 +84,7 @@ def _instead_of(directory: Path) -> str:
 
 
 def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
-    """Returns the value of a YAML file, and its nodes, which have line numbers.
+    """Returns the value of a YAML file, and its root node. Nodes have line numbers.
 
     Raises:
         ConfigError: The file cannot be read or is not YAML.
@@ -142,8 +141,11 @@ def _require_small(root: yaml.Node) -> None:
     stack = [(root, False)]
     while stack:
         node, children_done = stack.pop()
-        children = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
-        children = children if isinstance(node, yaml.CollectionNode) else []
+        children: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            children = [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            children = node.value
         if not children_done:
             if id(node) not in sizes:
                 sizes[id(node)] = 0  # 0 marks a node in progress; meeting it again means that it contains itself

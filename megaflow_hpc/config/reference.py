@@ -1,7 +1,6 @@
-"""Generates the reference of all campaign-file keys, with type, default and meaning, from the sections' JSON Schema.
+"""Generates the reference of all campaign-file keys from the sections' JSON Schema, with type, default and meaning.
 
-The docstring below a field documents its key. docs/reference/campaign-file.md contains the output of
-:func:`markdown`.
+The docstring below a field documents its key. docs/reference/campaign-file.md contains the output of :func:`markdown`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from megaflow_hpc.config.campaign import schema
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a section."""
+    """Documentation of a key in a section."""
 
     name: str
     type: str
@@ -30,7 +29,7 @@ class Key:
 
 @dataclass
 class Table:
-    """A section, listed under the first path that leads to it."""
+    """Documentation of a section. It has the first path that leads to the section."""
 
     path: str
     """Path of the section, such as ``slurm.pods``; ``models.NAME`` for named sections, ``tasks[]`` for list entries."""
@@ -85,7 +84,7 @@ _DEFAULT_SENTENCE = re.compile(r" *\bDefault: (.+?)\.$")
 
 
 def _without_summary(text: str) -> str:
-    """Returns the description of a section without its first sentence, which the section's key says too."""
+    """Returns the description of a section without its first sentence, because the section's key says the same."""
     return "".join(re.split(r"(?<=[.)])\s+(?=[A-Z])", text, maxsplit=1)[1:])
 
 

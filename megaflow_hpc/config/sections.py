@@ -1,4 +1,4 @@
-"""Base classes and sections of the campaign file, as pydantic models. Unknown keys are errors."""
+"""Defines the base classes of the campaign file's sections, and several sections, as pydantic models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ METHOD_NAME = re.compile(r"([A-Za-z_]\w*)(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z")
 
 
 STORED = "stored"
-"""Validation context for sections that are read from a run directory. An earlier version may have written them."""
+"""Key of the validation context for sections that are read from a run directory. An earlier version may have written
+them."""
 
 
 def describe(schema: dict[str, Any], model: type[BaseModel]) -> None:

@@ -1,4 +1,4 @@
-"""The section ``services`` of a campaign file."""
+"""Defines the section ``services`` of a campaign file."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ RESERVED = ("localhost", "main", "ip6-localhost", "ip6-loopback")
 
 READY_S = 600.0
 """Seconds within which a started service must become ready. Large search indices take minutes to load. A service whose
-program ends is noticed at once."""
+program ends is noticed immediately."""
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 Word = Annotated[str, StringConstraints(strip_whitespace=False)]
 
 
 def words_of(value: Any) -> Any:
-    """Returns a command as a list of words. A string runs in a shell."""
+    """Returns a command as a list of words. A string becomes a command for the shell."""
     return ("/bin/sh", "-c", value) if isinstance(value, str) else value
 
 
@@ -64,7 +64,7 @@ class ServiceConfig(Section):
     @model_validator(mode="after")
     def _of_the_tasks_image(self) -> ServiceConfig:
         if not self.image and not (self.command and self.ports):
-            raise ValueError("a service without an image has that of the task, and needs command and ports; add them")
+            raise ValueError("a service without an image uses the task's, and needs command and ports; add them")
         if self.per != "rollout" and (not self.image or self.after):
             raise ValueError(f"a service per {self.per} needs an image and waits for no other; name image, not after")
         return self
@@ -98,10 +98,10 @@ def check_services(services: dict[str, ServiceConfig]) -> None:
 
 
 def order_problem(after: dict[str, tuple[str, ...]]) -> str:
-    """Returns why no order to start the services exists, or an empty string if one does.
+    """Returns the reason why services cannot be started in any order. Returns an empty string if an order exists.
 
     Args:
-        after: service → services that must be ready before it starts.
+        after: For each service, the services that must be ready before it starts.
     """
     for name, others in after.items():
         for other in others:

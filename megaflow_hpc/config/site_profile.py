@@ -1,4 +1,4 @@
-"""Site profiles: settings shared by all campaigns at a site.
+"""Finds and merges site profiles: settings shared by all campaigns at a site.
 
 ``site: NAME`` in a campaign file loads ``NAME.yaml`` from the first of these directories that contains it:
 ``~/.config/megaflow-hpc/sites``, the directories of ``MEGAFLOW_PROFILES``, and the package's ``sites/``. Example::
@@ -11,12 +11,12 @@
 
     recognise: {cluster: [perlmutter], host: ["login*.site.edu"], environment: {NERSC_HOST: perlmutter}}
 
-Mappings are merged key by key, and the campaign's keys win. Lists are not merged. ``model`` adds keys to every model
-of the campaign, but creates no model. Profiles should use absolute paths, because relative paths are resolved
-against the campaign file.
+Mappings are merged key by key, and the campaign's keys win. Lists are not merged. ``model`` adds keys to every model of
+the campaign, but creates no model. Profiles should use absolute paths, because relative paths are resolved against the
+campaign file.
 
-A profile may contain shell lines for jobs (``slurm.setup``). It is therefore rejected if anyone but the current
-user, root and the owner of its directory can modify it.
+A profile may contain shell lines for jobs (``slurm.setup``). It is therefore rejected if anyone but the current user,
+root and the owner of its directory can modify it.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Recognition(Section):
     host: tuple[str, ...] = ()
     """Patterns of the host name, with or without its domain."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Environment variable → pattern of its value."""
+    """Pattern of an environment variable's value, by the variable's name."""
 
     def match(self, cluster: str) -> str:
-        """Describes the first pattern that matches this machine. Empty if none matches."""
+        """Describes the first pattern that matches this machine. Returns an empty string if none matches."""
         for pattern in self.cluster:
             if cluster and fnmatchcase(cluster, pattern):
                 return f"ClusterName={cluster}"
@@ -77,7 +77,7 @@ class Profile:
     fields: Mapping[str, Any]
     node: yaml.MappingNode
     recognise: Recognition | None = None
-    """Sites for which ``init`` offers the profile. ``None``: all sites."""
+    """Machines for which ``init`` offers the profile. ``None``: all machines."""
 
     @property
     def shipped(self) -> bool:
@@ -92,7 +92,8 @@ class Profile:
 def directories() -> list[Path]:
     """Returns the directories of profiles: the user's, then the group's, then the package's."""
     own = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "megaflow-hpc" / "sites"
-    return [own, *(Path(part) for part in os.environ.get(VARIABLE, "").split(":") if part), SHIPPED]
+    group = [Path(part) for part in os.environ.get(VARIABLE, "").split(":") if part]
+    return [own, *group, SHIPPED]
 
 
 def names() -> list[str]:

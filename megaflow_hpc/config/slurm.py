@@ -1,4 +1,4 @@
-"""The ``slurm`` section: resources that the jobs of a campaign request."""
+"""Defines the ``slurm`` section: resources that the jobs of a campaign request."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ TRAINER_REQUEUES = 20
 LEAD_S = 60
 """Default number of seconds before the end of the walltime at which Slurm signals a pod, which then drains."""
 CPUS_PER_RANK = 2
-"""Default of ``cpus_per_rank``."""
+"""Default number of CPUs of each rank (``cpus_per_rank``)."""
 MIN_LEAD_S = 40
-"""Minimum of that number. Workers need most of it to stop after a drain."""
+"""Minimum number of seconds before the end of the walltime at which Slurm signals a pod. Workers need most of them to
+stop."""
 SIGNAL = re.compile(r"B:USR2@(\d+)")
-"""Value of sbatch's option ``signal`` for pods."""
+"""Matches the value of sbatch's option ``signal`` for pods."""
 LIFTED = " (no error because of slurm.check: false)"
-"""Suffix of a warning that was downgraded from an error by ``slurm.check: false``."""
+"""Suffix of a warning that is only a warning because of ``slurm.check: false``."""
 DEFAULT_RANKS = 2
-"""Default of ``ranks_per_node``."""
+"""Default number of ranks on each node (``ranks_per_node``)."""
 MEMORY_OPTIONS = ("mem", "mem-per-cpu", "mem-per-gpu")
 """Options of sbatch that request memory. Slurm accepts only one of them."""
 _MEMORY = re.compile(r"([\d.]+)([KMGT]?)B?")
@@ -98,8 +99,8 @@ reboot requeue reservation segment signal sockets-per-node spread-job stepmgr sw
 threads-per-core time time-min tmp tres-bind tres-per-task uid use-min-nodes wait-all-nodes wckey
 """
 SBATCH_OPTIONS = tuple(_OPTIONS.split())
-"""Options of sbatch. Plugins of a site add options: names with a dash that resemble no known name, or any after
-``--``."""
+"""Options of sbatch. A name with a dash that resembles none of them, and any name after ``--``, counts as an option
+that a site's plugin adds."""
 OWN_OPTIONS = {
     "array": "pods.count and model.servers set the number of jobs",
     "clusters": "only pods run at another cluster, as slurm.pods.pools: [{clusters: NAME}]",
@@ -124,11 +125,11 @@ def _without(*names: str) -> dict[str, str]:
 
 
 EARLIER_KEYS = {"account": "account", "cpus_per_gpu": "cpus-per-gpu", "cluster": "clusters"}
-"""Key of runs that an earlier version planned → option of sbatch."""
+"""Option of sbatch for each key that earlier versions of the package had."""
 
 
 def _describe_job(schema: dict[str, Any], model: type[Section]) -> None:
-    """Adds the options of sbatch to the JSON Schema of a section: editors accept them, and misspelt names are found."""
+    """Adds the options of sbatch to the JSON Schema of a section. Editors then accept them and find misspelt names."""
     describe(schema, model)
     schema["additionalProperties"] = {"type": ["string", "number", "boolean", "null"]}
     schema["x-options"] = list(SBATCH_OPTIONS)
@@ -144,7 +145,7 @@ class JobSection(Section):
 
     model_config = ConfigDict(json_schema_extra=_describe_job)
     refused: ClassVar[Mapping[str, str]] = OWN_OPTIONS
-    """Options of sbatch that the section does not accept, each with the reason."""
+    """Options of sbatch that the section refuses, each with the reason."""
 
     extra: SkipJsonSchema[dict[str, Any]] = Field(default_factory=dict)
     """sbatch options. In the campaign file, they are keys of the section."""
@@ -198,7 +199,7 @@ class JobSection(Section):
         """Checks one option of the campaign file.
 
         Raises:
-            ValueError: It is not possible here. The message names the remedy.
+            ValueError: The section does not allow the option. The message names the remedy.
         """
         field = name.replace("-", "_")
         if len(name) == 1:  # sbatch would get --t=10
@@ -283,14 +284,14 @@ class PodsConfig(JobSection):
             for name, field in cls.model_fields.items():
                 own = name in ("count", "partition", "time", "extra")
                 if not own and getattr(pool, name) != field.get_default(call_default_factory=True):
-                    raise ValueError(f"{name}: all pools have that of slurm.pods; leave it out")
+                    raise ValueError(f"{name}: all pools take it from slurm.pods; leave it out")
             if "signal" in pool.extra:
-                raise ValueError("signal: all pools have that of slurm.pods; leave it out")
+                raise ValueError("signal: all pools take it from slurm.pods; leave it out")
         return value
 
     @property
     def cluster(self) -> str:
-        """Another cluster on which this pool runs (``clusters``). Empty for the login node's."""
+        """Name of another cluster on which this pool runs (``clusters``). Empty for the login node's cluster."""
         return str(self.extra.get("clusters", ""))
 
     @property

@@ -1,4 +1,4 @@
-"""The ``team`` section: the roles that a campaign's models play in each rollout.
+"""Defines the ``team`` section: the roles that a campaign's models play in each rollout.
 
 ::
 
@@ -48,10 +48,13 @@ class TeamConfig(RootModel[dict[str, RoleConfig]]):
     @model_validator(mode="before")
     @classmethod
     def _stored(cls, value: Any) -> Any:
-        """Puts the owner first, which a stored campaign names, because its JSON does not keep the order of roles."""
-        if not isinstance(value, dict) or not isinstance(roles := value.get("roles"), dict) or "policy" in roles:
+        """Puts the owner of a stored team first. JSON does not keep the order of roles, so a stored campaign names the
+        owner."""
+        roles = value.get("roles") if isinstance(value, dict) else None
+        if not isinstance(roles, dict) or "policy" in roles:  # not a stored team: ``roles`` may be a role's name
             return value
-        if (owner := value.get("owner")) not in roles:
+        owner = value.get("owner")
+        if owner not in roles:
             raise ValueError("roles: write the roles directly, the owner first: team: {writer: default}")
         return {owner: roles[owner], **roles}
 
@@ -86,11 +89,12 @@ class TeamConfig(RootModel[dict[str, RoleConfig]]):
 
     @property
     def policies(self) -> dict[str, str]:
-        """Policy of each role, by role name."""
+        """Policy that plays each role, by role."""
         return {name: role.policy for name, role in self.roles.items()}
 
     def roles_of(self, policy: str) -> dict[str, str | None]:
-        """Returns the roles of a policy, each with its reward's name; ``None`` stands for the rollout's own reward."""
+        """Returns the name of each role's reward, by role, for the roles of a policy. ``None`` stands for the rollout's
+        own reward."""
         return {name: role.reward for name, role in self.roles.items() if role.policy == policy}
 
 

@@ -22,7 +22,7 @@ from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.types import NEUTRAL
 
 DEFAULTS = {"vllm": ("generation-config", "vllm"), "sglang": ("sampling-defaults", "openai")}
-"""Engine → option and value that make sampling neutral unless a call overrides it."""
+"""Option and value that make an engine's sampling neutral unless a call overrides it, by engine."""
 
 LOADS_WEIGHTS = ("vllm", "sglang", "transformers", "scripted")
 """Engines that the campaign starts and that can load new weights."""
@@ -32,8 +32,10 @@ def trained_model(model: ModelConfig) -> ModelConfig:
     """Returns the model of a trained policy, with engine options that ignore sampling defaults in the model's files."""
     kinds = [{"engine": model.engine, "args": model.args}, *model.also]
     args = [_neutral_args(str(kind.get("engine", model.engine)), kind.get("args")) for kind in kinds]
-    also = tuple({**kind, "args": own} if own else kind for kind, own in zip(model.also, args[1:], strict=True))
-    return model.model_copy(update={"args": args[0] or {}, "also": also})
+    also = []
+    for kind, own in zip(model.also, args[1:], strict=True):
+        also.append({**kind, "args": own} if own else kind)
+    return model.model_copy(update={"args": args[0] or {}, "also": tuple(also)})
 
 
 def _neutral_args(engine: str, args: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -160,7 +162,8 @@ def _check_option(where: str, option: str, value: Any, sampling: SamplingConfig,
     if option == "logit_bias":
         raise ValueError(f"{where}: a trained policy must choose its tokens freely; leave it out")
     own = getattr(sampling, option)
-    if not isinstance(value, int | float) or (-1 if option == "top_k" and value == 0 else value) != own:
+    wanted = -1 if option == "top_k" and value == 0 else value  # both mean no limit
+    if not isinstance(value, int | float) or wanted != own:
         raise ValueError(
             f"{where} {value!r}: a trained policy is sampled with {own:g} ({key}), and calls with other values are not "
             "trained on; leave it out"
@@ -178,7 +181,7 @@ def _check_defaults(where: str, engine: str, args: Mapping[str, Any]) -> None:
 
 
 def _sampling(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the path and value of each sampling option, at any depth and inside JSON text."""
+    """Yields the path and value of each sampling option, at any depth. Also searches JSON in strings."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         try:
             value = json.loads(value)

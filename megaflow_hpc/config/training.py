@@ -48,7 +48,7 @@ CLIPS: dict[str, tuple[float, float]] = {
     "m2po": (math.inf, math.inf),  # the second moment limits ratios
     "rloo": (math.inf, math.inf),  # uses no ratio
 }
-"""Loss → default of ``clip``: distances of the clip range below and above 1."""
+"""Default of ``clip`` for each loss: distances of the clip range below and above 1."""
 
 
 class LossConfig(Section):
@@ -250,7 +250,7 @@ class PolicyTraining(Section):
 
 
 def _range(value: Any) -> Any:
-    """Validates the bounds, and adds the default third element, ``inclusive``."""
+    """Validates a range. Adds the default third element, ``inclusive``."""
     if isinstance(value, list | tuple) and len(value) == 2:
         value = (*value, "inclusive")
     if isinstance(value, list | tuple) and len(value) == 3 and not (0 <= value[0] <= value[1] <= 1):
@@ -262,7 +262,7 @@ Range = Annotated[tuple[float, float, Literal["inclusive", "exclusive"]], Before
 
 
 class OverLength(NamedTuple):
-    """Maximum number of tokens of a trained sequence, and what happens to rollouts with a longer one."""
+    """Maximum number of tokens of a trained sequence, and the treatment of rollouts with a longer one."""
 
     longest: Annotated[int, Field(ge=1)]
     how: Literal["drop", "truncate", "penalise"] = "drop"

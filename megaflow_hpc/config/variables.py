@@ -1,8 +1,8 @@
-"""Environment variables of this package: those that users may set, and internal ones.
+"""Documents the environment variables of this package: those that users may set, and internal ones.
 
-The campaign file defines the work. Variables specify paths on this machine, or override detected values.
-``megaflow-hpc help variables`` prints them, and docs/reference/variables.md contains the output of :func:`markdown`.
-A test requires an entry in this module for every name used in the package, scripts and launchers.
+The campaign file defines the work. Variables specify paths on this machine, or override detected values. ``megaflow-hpc
+help variables`` prints them, and docs/reference/variables.md contains the output of :func:`markdown`. A test requires
+an entry in this module for every name used in the package, scripts and launchers.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ VARIABLES: Mapping[str, tuple[Variable, ...]] = {
     "overrides of detected features": _BY_HAND,
     "launchers of a clone": _CLONE,
 }
-"""Heading → variables that users may set."""
+"""Variables that users may set, by heading."""
 
 INTERNAL: Mapping[str, str] = {
     "POD": "batch script → pod: its name",
@@ -177,7 +177,8 @@ INTERNAL: Mapping[str, str] = {
     "KEEP_LAB": "launchers/demo → lab-session: leave the lab running",
     "LAB_ID": "launchers/lab → its daemons: which lab they belong to",
 }
-"""Name without ``MEGAFLOW_`` → sender, reader and meaning."""
+"""Internal variables by name without ``MEGAFLOW_``. The text states who sets the variable, who reads it, and its
+meaning."""
 
 
 def markdown() -> str:

@@ -1,4 +1,4 @@
-"""The ledger: blocks, claims, leases and seals in ``RUN/tasks`` and ``RUN/ledger``.
+"""Distributes blocks of rollouts over pods by files in ``RUN/tasks`` and ``RUN/ledger``.
 
 Pods coordinate only through these files. Rollouts are grouped into blocks, and a pod claims a block before it runs the
 block's rollouts. If another pod takes over the block, a seal tells readers how much of the first pod's journal is

@@ -1,4 +1,4 @@
-"""Accounting of pod starts: progress, core-seconds and stored rollouts.
+"""Sums up progress, core-seconds and stored rollouts over all starts of pods.
 
 The numbers come from leases, events and the record of ended pods. A new start of an array element copies the totals of
 the element's earlier starts into its own lease, under the key ``earlier``. When a pod has ended or is gone, the
@@ -27,7 +27,7 @@ from megaflow_hpc.rundir.logs import last_events
 from megaflow_hpc.rundir.record import JOB_ID, array_of
 
 RECENT_EVENTS = 200
-"""Number of latest events to read for a start that has not ended."""
+"""Number of latest events that are read for a start that has not ended."""
 
 
 class Progress(NamedTuple):
@@ -73,20 +73,22 @@ def stored_by(run: RunDir, pod: str, lease: Mapping[str, Any]) -> int:
 
 
 Facts = dict[str, Any]
-"""Accounting totals over pod starts. Empty before the first start. Keys: ``starts`` and ``stored`` count starts and
-stored rollouts. ``core_s`` is in core-seconds, ``usd`` in US dollars. ``began_at`` is when the first start
-began, in Unix seconds. ``journals`` counts the starts that stored a rollout. ``arrays`` lists the ids of their Slurm
-job arrays."""
+"""Totals over pod starts, by name. Empty before the first start.
+
+``starts`` and ``stored`` count starts and stored rollouts. ``core_s`` is in core-seconds, ``usd`` in US dollars.
+``began_at`` is the time at which the first start began, in Unix seconds. ``journals`` counts the starts that stored a
+rollout. ``arrays`` lists the ids of their Slurm job arrays.
+"""
 TOOK = "took"
 MAX_TOOK = 100
-"""Maximum number of names under ``took``. Each name is needed only for a few minutes."""
+"""Maximum number of starts that a lease lists under ``took``. Each is needed only for a few minutes."""
 MAX_LOOKS = 10
-"""Maximum number of attempts to read the record. An attempt fails only if a coordinator has just replaced the
-record."""
+"""Maximum number of attempts to read the record of ended pods. An attempt fails only if a coordinator has just replaced
+it."""
 
 
 def facts_of(lease: Mapping[str, Any]) -> Facts:
-    """Returns the totals of a single start, excluding earlier starts."""
+    """Returns the totals of a single start, given its lease. Does not include earlier starts."""
     stored, job = _count(lease.get("stored")), lease.get("job_id")
     array = array_of(job) if isinstance(job, str) else None
     return {
@@ -157,8 +159,7 @@ def recent(record: Mapping[str, Any]) -> dict[str, Facts]:
 
 
 def accounts(leases: Mapping[str, Mapping[str, Any]], record: Mapping[str, Any]) -> dict[str, Facts]:
-    """Returns the totals of every start in the history of the run, for
-    :meth:`~megaflow_hpc.rundir.budget.CampaignBudget.exceeded`.
+    """Returns the totals of every start in the history of the run. The campaign's limits are checked against them.
 
     Args:
         leases: Content of each lease, by ``<pod>.<start>``.
@@ -182,7 +183,7 @@ def accounts(leases: Mapping[str, Mapping[str, Any]], record: Mapping[str, Any])
 
 
 def counted(name: str, lease: dict[str, Any]) -> Steps[dict[str, Any]]:
-    """Returns the lease with an exact ``stored`` count, including rollouts stored after its last renewal."""
+    """Returns the lease with an exact ``stored`` count. Includes rollouts stored after the lease was last renewed."""
     if not lease or lease.get("ended"):
         return lease
     return {**lease, "stored": (yield Stored(name, lease))}

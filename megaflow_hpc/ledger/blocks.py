@@ -1,4 +1,4 @@
-"""Blocks: immutable lists of rollouts. A block is the unit that pods claim.
+"""Writes and reads blocks, which are immutable lists of rollouts. Pods claim work by blocks.
 
 File-system traffic grows with the number of blocks, not with the number of rollouts. Each block is a JSON file
 ``RUN/tasks/<number>.json`` and is never removed. Blocks are created by planning, by ``resume --failed``, and by
@@ -42,15 +42,15 @@ because a pod runs all rollouts of a block that it holds. Each claim costs five 
 MANY_BLOCKS = 4096
 """Campaigns that would need more blocks than about this number get larger blocks, so that listings stay short."""
 WAVE_SHARE = 3
-"""Each wave of blocks contains 1/WAVE_SHARE of the remaining work. Blocks shrink towards the end, so no pod has a
+"""Each wave of blocks contains 1/WAVE_SHARE of the remaining work. So blocks shrink towards the end, and no pod has a
 backlog while other pods are idle (guided self-scheduling, Polychronopoulos and Kuck 1987)."""
 TOKEN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
 MAX_LOOKS = 10
-"""Maximum number of attempts to read an existing file that a cache may still hide."""
+"""Maximum number of attempts to read an existing file, because a cache may still hide it."""
 
 
 class RolloutGroups(Sequence[Rollout]):
-    """Sequence of a plan's rollouts. Stores only the groups and creates each rollout on access.
+    """Sequence of a plan's rollouts. It stores only the groups, and creates each rollout on access.
 
     Args:
         groups: The first rollout and the sample indices of each group.
@@ -165,7 +165,8 @@ def _deal_groups(
     size: int | None,
     whole: bool,
 ) -> tuple[list[range], list[range]]:
-    """Returns the rollout indices of each group (or part of a group), and the group indices of each block."""
+    """Returns two lists: the rollout indices of each group or part of a group, and the indices of these groups in each
+    block."""
     groups = _spans(rollouts)
     if not whole:
         parts: list[range] = []
@@ -293,7 +294,8 @@ def _agree(token: str, turn: int, about: Mapping[str, Any], private: str) -> Ste
 
 
 def _place(number: int, content: Mapping[str, Any], private: str) -> Steps[bool]:
-    """Links a block. Returns True if the block now exists, even if another process with the same token linked it."""
+    """Links a block under its number. Returns true if the block now exists, even if another process with the same token
+    linked it."""
     if (yield Link(task_path(number), content, private)):
         return True
     existing = yield from _read_existing(task_path(number))

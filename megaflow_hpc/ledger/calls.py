@@ -1,4 +1,4 @@
-"""File-system calls of the ledger, as data.
+"""Defines the file-system calls of the ledger as data.
 
 The rules (:mod:`~megaflow_hpc.ledger.rules`) are generators that yield these calls and receive the results.
 :class:`~megaflow_hpc.ledger.files.Files` executes the calls. Tests can therefore run the same code through every
@@ -43,14 +43,14 @@ class There:
 
 @dataclass(frozen=True)
 class Link:
-    """Publishes a complete file under a name that only one process can take. Result: True if this call took the
-    name."""
+    """Publishes a complete file under a name that only one process can take. Result: ``bool``, true if this call took
+    the name."""
 
     path: str
     content: Mapping[str, Any] = field(hash=False)
     token: str = ""
-    """Identifies the private file. A call with the token of an earlier call is a retry, and the earlier call may have
-    succeeded."""
+    """Identifies the private file. A call with the same token as an earlier call is a retry, and the earlier call may
+    have succeeded."""
     keep: bool = False
     """True to keep the private file, so that the next call with this token can link it again."""
 
@@ -92,14 +92,15 @@ class Clock:
 
 @dataclass(frozen=True)
 class Length:
-    """Measures the journal of ``<pod>.<start>``. Result: ``int``, the number of bytes in complete records."""
+    """Measures the journal of a pod start, ``<pod>.<start>``. Result: ``int``, the number of bytes in complete
+    records."""
 
     owner: str
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Counts the rollouts that ``<pod>.<start>`` has stored. The count in its lease may lag behind. Result: ``int``."""
+    """Counts the rollouts that ``<pod>.<start>`` has stored. Result: ``int``. The count in its lease may be lower."""
 
     owner: str
     lease: Mapping[str, Any] = field(hash=False)
@@ -107,7 +108,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Do:
-    """Calls ``action``, which makes results durable. No result."""
+    """Calls ``action``, which makes results durable. Result: ``None``."""
 
     action: Callable[[], object]
 

@@ -1,4 +1,4 @@
-"""Consumers: processes that read rollouts and may add more, such as a trainer. Their leases keep a campaign open.
+"""Keeps a campaign open for its consumers: processes that read rollouts and may add more, such as a trainer.
 
 The file ``RUN/ledger/open/<consumer>`` is created by planning or by :meth:`OpenLease.open`. It exists until the
 consumer closes it, whether or not the consumer is running. As long as it exists, the campaign is not finished and its
@@ -29,18 +29,18 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import FINISHED, OPEN, Marks, counts
 
 READ_S = 10.0
-"""Interval in seconds at which a pod reads the contents of open leases. It lists their names at every poll."""
+"""Seconds between two reads of open leases by a pod. It lists their names at every poll."""
 
 
 @dataclass
 class Consumers:
-    """Tracks the consumers that may add blocks. A lease counts as fresh when it is first seen."""
+    """Tracks the consumers that may add blocks. A lease that is first seen counts as just renewed."""
 
     open_s: float = TIMES.open_s
     opened: bool = False
-    """True if any consumer may add blocks, as of the last :meth:`look`."""
+    """True if any consumer could add blocks at the last :meth:`look`."""
     awaited: bool = False
-    """True if any consumer has an unexpired lease, as of the last :meth:`look`."""
+    """True if any consumer had an unexpired lease at the last :meth:`look`."""
     _leases: dict[str, Lease] = field(default_factory=dict)
     _read_at: float | None = None
 
@@ -62,7 +62,7 @@ class Consumers:
 
 
 def finish(by: str, known: Iterable[int] = ()) -> Steps[bool]:
-    """Writes the finished mark if the campaign is finished. Returns True if it is finished.
+    """Writes the finished mark if the campaign is finished. Returns whether it is finished.
 
     Args:
         by: Name of the pod or consumer that writes the mark.
@@ -133,7 +133,7 @@ class OpenLease:
         self._files.carry_out(self._lease.publish(now, self._content()))
 
     def renew(self) -> bool:
-        """Renews the lease if it is due. Call it frequently. Returns False if the lease was removed because the
+        """Renews the lease if it is due. Call it frequently. Returns false if the lease was removed because the
         campaign was cancelled."""
         now = time.monotonic()
         if now - self._lease.renewed_at < RENEW_S:

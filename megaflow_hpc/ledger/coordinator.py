@@ -1,4 +1,4 @@
-"""Surveys and pruning of the ledger, done by one pod on behalf of all. This module does no I/O itself.
+"""Surveys and prunes the ledger. One pod does this on behalf of all. This module does no I/O itself.
 
 A survey scans blocks, consumers and all leases, so that the other pods do not have to.
 
@@ -65,13 +65,13 @@ from megaflow_hpc.ledger.names import (
 from megaflow_hpc.ledger.rules import LedgerRules, NotYet
 
 MAX_ORPHANS = 512
-"""Maximum number of orphaned blocks in a survey, because every pod reads the survey. Later surveys list the remaining
-ones."""
+"""Maximum number of orphaned blocks in a survey. It is limited because every pod reads the survey. Later surveys list
+the remaining blocks."""
 
 
 @dataclass(frozen=True)
 class Surveyed:
-    """Full result of a survey."""
+    """Result of a survey, including the part that is not published."""
 
     survey: Survey
     """The part of the result that is published for all pods."""
@@ -143,7 +143,7 @@ def survey(rules: LedgerRules) -> Steps[Surveyed]:
 
 
 PRUNE_S = 60.0
-"""Interval in seconds between two checks for unneeded files."""
+"""Seconds between two checks for unneeded files."""
 MAX_NAMES = 1000
 """Maximum number of pods that a single check adds to the record of ended pods."""
 
@@ -154,8 +154,7 @@ class Pruning:
     def __init__(self, rules: LedgerRules) -> None:
         self._rules = rules
         self._since: dict[str, float] = {}
-        """Maps the path of each unneeded file to the time since which every check has found it unneeded, on this
-        machine's clock."""
+        """Time since which every check has found a file unneeded, by path, on this machine's clock."""
 
     def look(self) -> Steps[None]:
         """Checks for unneeded files, and removes those that have been unneeded for long enough.

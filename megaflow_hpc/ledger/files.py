@@ -1,4 +1,4 @@
-"""Execution of the ledger's calls on a shared file system that caches, resends requests and has outages.
+"""Executes the ledger's calls on a shared file system that caches, resends requests and has outages.
 
 - *Link.* A private file is linked to its public name. A refusal is inconclusive, because a network file system may have
   resent the request after its first copy took the name. The private file's link count therefore decides.
@@ -44,20 +44,20 @@ MAX_STALE_TRIES = 5
 RETRY_S = 1.0
 """Seconds between retries while the file system is unavailable."""
 GIVE_UP_S = 600.0
-"""Raise the error once the file system has been unavailable for this many seconds."""
+"""After this many seconds without the file system, the call raises its error."""
 AWAY = frozenset(
     (errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT, errno.ESHUTDOWN, errno.EAGAIN, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 )
-"""Error numbers that indicate an unavailable file system."""
+"""Error numbers with which an unavailable file system answers."""
 
 
 def passing(error: OSError) -> bool:
-    """Returns True if an error is transient, so that the file may still exist."""
+    """Returns whether an error is transient. The file may then still exist."""
     return error.errno in AWAY or error.errno == errno.ESTALE
 
 
 MAX_LINKS = 1000
-"""Maximum number of hard links to one private file. File systems limit this number."""
+"""Maximum number of hard links to one private file, because file systems limit this number."""
 
 
 def boot_clock() -> float:
@@ -71,11 +71,11 @@ class Files:
     def __init__(self, run: RunDir, clock: Callable[[], float] = boot_clock) -> None:
         self._root, self.clock = run.path, clock
         self.journal_length: Callable[[str], int] = lambda owner: 0
-        """Takes a ``<pod>.<start>`` and returns the number of bytes in complete records of its journal."""
+        """Function that returns the number of bytes in complete records of the journal of ``<pod>.<start>``."""
         self._rewritten: dict[str, BinaryIO] = {}
-        """Maps the path of each file that is overwritten in place to its open handle."""
+        """Open handles of files that are overwritten in place, by path."""
         self._private: dict[str, tuple[Path, int]] = {}
-        """Maps each token to (private file that is kept for its next call, link count of that file)."""
+        """Private file that is kept for the next call with the same token, and its link count, by token."""
 
     def carry_out(self, steps: Steps[T]) -> T:
         """Runs an operation to completion and returns its result.
@@ -247,7 +247,7 @@ class Operation(Generic[T]):
 
 
 def _repeated(error: OSError, call: Call) -> bool:
-    """Returns True if the error may come from a resent request whose first copy already renamed the file."""
+    """Returns whether the error may come from a resent request whose first copy already renamed the file."""
     return error.errno == errno.ENOENT and isinstance(call, Publish | Link)
 
 

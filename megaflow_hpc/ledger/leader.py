@@ -1,4 +1,4 @@
-"""Leader election: one process of a campaign does a job on behalf of all.
+"""Elects a leader: one process of a campaign that does a job on behalf of all.
 
 The leader holds the lease ``RUN/ledger/<role>.json``, which also contains the leader's report. Another process may take
 the lease once it has expired. If two processes take it at the same moment, the later write wins, and the loser notices
@@ -49,12 +49,12 @@ class Leader:
 
     @property
     def report(self) -> dict[str, Any]:
-        """The leader's report as of the last poll."""
+        """The leader's report at the last poll."""
         return self._lease.content
 
     def holder(self) -> str:
-        """Reads the lease and returns the leader's name, or an empty string if there is no leader. A lease counts as
-        fresh when it is first seen."""
+        """Reads the lease and returns the leader's name. Returns an empty string if there is no leader. A lease that is
+        first seen counts as just renewed."""
         try:
             unchanged_s = self._files.carry_out(self._lease.look())
         except OSError:
@@ -62,7 +62,7 @@ class Leader:
         return str(self.report.get("holder", "")) if unchanged_s < STALE_S else ""
 
     def confirmed(self) -> bool:
-        """Returns True if the lease is fresh and this object has seen a renewal of it."""
+        """Returns whether the lease is fresh and this object has seen a renewal of it."""
         return bool(self.holder()) and self._lease.changed
 
     def hold(self, report: Mapping[str, Any] | None = None) -> bool:
@@ -126,9 +126,9 @@ class Report(msgspec.Struct, kw_only=True):
     """Number of pods that are renewing their leases."""
     survey: Survey | None = None
     generation: str = ""
-    """Generation of the published list of engines."""
+    """Digest of the published list of engines, which changes with it."""
     exceeded: str = ""
-    """Describes the campaign limit that was exceeded. Empty if no limit was exceeded."""
+    """Description of the campaign limit that was exceeded. Empty if none was."""
     progress: dict[str, Progress] = msgspec.field(default_factory=dict)
     """Progress of every pod that has not ended, by ``<pod>.<start>``."""
     asked: Asked = Asked()
@@ -136,7 +136,7 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 def reported(leader: Leader) -> Report:
-    """Returns the coordinator's report as of the last poll. Returns an empty report if it is invalid or of another
+    """Returns the coordinator's report at the last poll. Returns an empty report if it is invalid or of another
     version."""
     try:
         return msgspec.convert(leader.report, Report)

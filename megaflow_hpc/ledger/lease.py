@@ -1,11 +1,11 @@
-"""Leases: files with a counter that the holder increments and observers read. This module does no I/O itself.
+"""Implements leases: files with a counter that the holder increments and observers read. This module does no I/O
+itself.
 
-=========================== =============== ================================ =======================
-file under ``RUN/ledger``   holder          meaning                          expires after
-=========================== =============== ================================ =======================
-``leases/<pod>.<start>``    a pod           works on the blocks it claimed   :attr:`Times.lease_s`
-``open/<consumer>``         a consumer      may add blocks                   :attr:`Times.open_s`
-``<role>.json``             a process       does a job for all pods          ``leader.STALE_S``
+=========================== =============== ================================ ======================= file under
+``RUN/ledger``   holder          meaning                          expires after ===========================
+=============== ================================ ======================= ``leases/<pod>.<start>``    a pod
+works on the blocks it claimed   :attr:`Times.lease_s` ``open/<consumer>``         a consumer      may add blocks
+:attr:`Times.open_s` ``<role>.json``             a process       does a job for all pods          ``leader.STALE_S``
 =========================== =============== ================================ =======================
 
 Clocks of different machines are never compared. An observer uses its own clock to measure how long a counter has not
@@ -31,7 +31,7 @@ class Times:
     renew_s: float = 30.0
     """Lease age at which a pod renews its lease."""
     commit_s: float = 90.0
-    """Lease age at which a pod's fence closes. From then on, the pod commits nothing."""
+    """Lease age at which a pod stops committing results. Its fence is then closed."""
     lease_s: float = 180.0
     """Lease age at which another pod may take over. The margin over ``commit_s`` allows for file-system caches."""
     open_s: float = 900.0
@@ -64,7 +64,7 @@ class PodIdentity:
 
 @dataclass
 class Lease:
-    """A lease file, as seen by its holder or an observer. Operations are steps."""
+    """A lease file, as seen by its holder or an observer. Operations are generators of file-system calls."""
 
     path: str
     counter: int = 0
@@ -131,7 +131,8 @@ class Lease:
 
 
 def process_here(lease: Mapping[str, Any]) -> Identity | None:
-    """Returns the process of a pod that runs outside Slurm on this host, dead or alive. ``None`` for any other pod."""
+    """Returns the process of a pod that runs outside Slurm on this host, dead or alive. Returns ``None`` for any other
+    pod."""
     if lease.get("job_id") or lease.get("host") != os.uname().nodename:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The ledger of one run, for a pod or a reader. Executes the protocol on the run directory.
+"""Executes the ledger's protocol on the run directory, for a pod or a reader.
 
 ::
 
@@ -39,8 +39,8 @@ DIRECTORIES = ("claims", "released", "done", "leases", "gone", "ended")
 MAX_LOOKS = 5
 """Maximum number of attempts to read a listed claim. An attempt fails only if a later claim has just replaced it."""
 Seals = dict[tuple[int, int], tuple[str, int]]
-"""Maps each superseded (block, epoch) to the ``<pod>.<start>`` that held the block and the number of valid bytes in its
-journal."""
+"""Valid part of the journals of superseded claims. Maps (block, epoch) to the ``<pod>.<start>`` that held the block and
+the number of valid bytes in its journal."""
 
 
 class Ledger:
@@ -92,22 +92,25 @@ class Ledger:
 
     @property
     def may_commit(self) -> bool:
-        """True while the fence is open. False once the lease is so old that another pod may soon take over."""
+        """True while this pod may commit results. False once its lease is so old that another pod may soon take
+        over."""
         return self._rules.open_at(self._files.answer(Clock()))
 
     @property
     def superseded(self) -> bool:
-        """True if a later start of this array element has taken over."""
+        """True if a later start of this array element has a lease."""
         return self._rules.superseded
 
     @property
     def closes_at(self) -> float:
-        """Time at which :attr:`may_commit` becomes False without a renewal, on the ledger's clock."""
+        """Time on the ledger's clock at which :attr:`may_commit` becomes false unless the lease is renewed."""
         return self._rules.closes_at
 
     def committed(self, commit: Callable[[], object]) -> bool:
-        """Calls ``commit``. Returns True if the results are valid: the fence was open before the call *and after* the
-        results became durable."""
+        """Calls ``commit``, which makes results durable. Returns whether they are valid.
+
+        They are valid if the pod may commit before the call *and* still may after the results became durable.
+        """
         return self._files.carry_out(self._rules.committed(commit))
 
     def leases(self) -> dict[str, dict[str, Any]]:
@@ -189,7 +192,7 @@ class Ledger:
 
     @property
     def seen(self) -> Outlook:
-        """State of the campaign as of the last :meth:`claim`."""
+        """State of the campaign at the last :meth:`claim`."""
         return self._rules.seen
 
     @property
@@ -230,7 +233,7 @@ class Ledger:
         return {name for name in self._names(names.ADDED) if name.endswith(".0")}
 
     def rollouts_added(self, record: str) -> int:
-        """Returns the number of rollouts in a batch, given a name returned by :meth:`added`. 0 if the record is
+        """Returns the number of rollouts in a batch, given a name from :meth:`added`. Returns 0 if the record is
         damaged."""
         content = self._read(f"{names.ADDED}/{record}") or {}
         rollouts = content.get("rollouts")
@@ -274,8 +277,11 @@ def all_seals() -> Steps[Seals]:
     """
     listed = names.latest((yield Names(names.CLAIMS)))
     ended = names.pairs((yield Names(names.DONE)))
-    # A block that ended in epoch 1 was never taken over, so its claims contain no seals.
-    pending = {block for block, epoch in listed.items() if epoch > 0 and not (epoch == 1 and (block, 1) in ended)}
+    pending = set()
+    for block, epoch in listed.items():
+        never_taken_over = epoch == 0 or (epoch == 1 and (block, 1) in ended)
+        if not never_taken_over:  # otherwise, its claims contain no seals
+            pending.add(block)
     seals: Seals = {}
     for _ in range(MAX_LOOKS):
         for block in sorted(pending):

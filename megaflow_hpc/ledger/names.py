@@ -1,4 +1,4 @@
-"""File names of the ledger and the data that they encode."""
+"""Builds and parses the ledger's file names, which encode data."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def task_path(block: int) -> str:
 
 
 def earlier(start: str, than: str) -> bool:
-    """Returns True if ``start`` is an earlier start of an array element than ``than``. Slurm numbers the starts. A
-    start that is not numbered counts as earlier than any other."""
+    """Returns whether ``start`` is an earlier start of an array element than ``than``. Slurm numbers the starts. A
+    start without a number counts as earlier than any other."""
     return start != than and (not (start.isdigit() and than.isdigit()) or int(start) < int(than))
 
 
 def precedes(name: str, than: str) -> bool:
-    """Returns True if ``name`` is an earlier start of the same array element as ``than``.
+    """Returns whether ``name`` is an earlier start of the same array element as ``than``.
 
     Both names have the form ``<pod>.<start>``. The earlier start is superseded, even if its node has not noticed yet.
     """
@@ -50,8 +50,8 @@ def newest_starts(names: Iterable[str]) -> set[str]:
 
 
 def pairs(names: Iterable[str]) -> set[tuple[int, int]]:
-    """Parses names like ``000012.3`` into (block, epoch). Ignores a third number, with which older runs marked blocks
-    that pods handed to each other."""
+    """Parses names like ``000012.3`` into (block, epoch). Ignores a third number, with which older versions marked
+    blocks that pods handed to each other."""
     parts = (name.split(".") for name in names)
     return {(int(block), int(epoch)) for block, epoch, *_ in parts}
 
@@ -67,8 +67,8 @@ def latest(names: Iterable[str]) -> dict[int, int]:
 
 
 def done_path(block: int, epoch: int) -> str:
-    """Returns the path of a done mark, relative to the run directory. ``epoch`` is the epoch of the claim that ended
-    the block."""
+    """Returns the path of a done mark relative to the run directory. ``epoch`` belongs to the claim that ended the
+    block."""
     return f"{DONE}/{block:06d}.{epoch}"
 
 
@@ -84,18 +84,20 @@ def block_numbers(names: Iterable[str]) -> list[int]:
 
 
 def all_done(done: Collection[int], blocks: Collection[int]) -> bool:
-    """Returns True if there is at least one block and every block is done."""
+    """Returns whether every block is done. Returns false if there is no block."""
     return bool(blocks) and set(done) >= set(blocks)
 
 
 def added_path(token: str, turn: int) -> str:
-    """Returns the path of a record of added blocks, relative to the run directory. The record with number ``turn``
-    assigns numbers to the blocks that earlier records could not place."""
+    """Returns the path of a record of added blocks relative to the run directory.
+
+    The record with number ``turn`` assigns numbers to the blocks that earlier records could not place.
+    """
     return f"{ADDED}/{token}.{turn}"
 
 
 class Seal(NamedTuple):
-    """The valid part of the journal of a superseded epoch."""
+    """Valid part of a journal whose pod no longer holds the block."""
 
     owner: str
     """The pod start ``<pod>.<start>`` that held the block in that epoch."""

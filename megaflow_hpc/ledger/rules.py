@@ -1,4 +1,5 @@
-"""The protocol for sharing blocks between pods: leases, claims and takeovers. This module does no I/O itself.
+"""Implements the protocol for sharing blocks between pods: leases, claims and takeovers. This module does no I/O
+itself.
 
 *Fence.* A pod may commit results while its fence is open. The fence closes once the pod's lease is ``commit_s`` seconds
 old, measured from *before* the lease was written. A result is valid if the fence is still open *after* the result
@@ -62,7 +63,7 @@ MAX_REFUSALS = 3
 
 
 class NotYet(Exception):
-    """A listed file cannot be read yet, because a cache hides it. A later poll will succeed."""
+    """Raised if a listed file cannot be read yet, because a cache hides it. A later poll will succeed."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ class Claim:
     block: int
     epoch: int
     left: tuple[str, ...] | None = field(default=None, compare=False)
-    """Ids of the rollouts still to run, from the predecessor's release. ``None`` means all rollouts that are not
-    stored."""
+    """Ids of the rollouts that the previous holder left when it released the block. ``None`` means all rollouts that
+    are not stored."""
     seals: tuple[Seal, ...] = field(default=(), compare=False)
     """Seals of all earlier epochs of the block, starting with epoch 0."""
 
@@ -108,7 +109,7 @@ class HeldBlock(NamedTuple):
     epoch: int
     state: Holding
     owner: str = ""
-    """``<pod>.<start>`` of the holder. Empty if a survey reports the holder as alive."""
+    """Pod start ``<pod>.<start>`` that holds the block. Empty if a survey reports the holder as alive."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,9 @@ class Outlook:
 
 
 class LedgerRules:
-    """The ledger protocol for one pod start, with its view of the ledger.
+    """The ledger protocol for one pod start, with what the pod knows about the ledger.
 
-    Operations are steps. Only one operation may run at a time.
+    Operations are generators of file-system calls. Only one operation may run at a time.
 
     Args:
         pods: Number of pods that may claim at the same time. Each pod starts at a different position in the claim
@@ -165,32 +166,35 @@ class LedgerRules:
         self._known: set[int] = set()
         """All blocks seen in any listing."""
         self._owners: dict[tuple[int, int], tuple[str, bool]] = {}
-        """Maps (block, epoch) to (holder of that claim, whether the claim ended the block)."""
+        """Holder of each claim, and whether the claim ended the block, by (block, epoch)."""
         self._chains: dict[tuple[int, int], tuple[str, ...]] = {}
-        """Maps (block, epoch) to the result of :meth:`owners`. Used only by the coordinator."""
+        """Results of :meth:`owners` by (block, epoch). Only the coordinator uses them."""
         self._looked_at = -math.inf
         """Time when the last scan began, on this machine's clock."""
         self._unanswered: set[tuple[int, int]] = set()
-        """This pod's claims whose reply was lost. They may have succeeded."""
+        """This pod's claims to which the file system did not reply. They may have succeeded."""
 
     # --- the lease and the fence ---
 
     @property
     def closes_at(self) -> float:
-        """Time at which the fence closes, on this machine's clock. Minus infinity before the lease is written."""
+        """Time on this machine's clock after which this pod must not commit. Minus infinity before the lease is
+        written."""
         return -math.inf if self.superseded else self.lease.renewed_at + self.times.commit_s
 
     def open_at(self, now: float) -> bool:
-        """Returns True if the fence is open at ``now``. Results that became durable before then are valid."""
+        """Returns whether the fence is open at ``now``. Results that became durable before then are valid."""
         return now < self.closes_at
 
     def may_commit(self) -> Steps[bool]:
-        """Returns True if the fence is open now."""
+        """Returns whether the fence is open now."""
         return self.open_at((yield Clock()))
 
     def committed(self, commit: Callable[[], object]) -> Steps[bool]:
-        """Calls ``commit``. Returns True if the results are valid: the fence was open before the call, and is still
-        open after the results became durable."""
+        """Calls ``commit``, which makes results durable. Returns whether they are valid.
+
+        They are valid if the fence was open before the call, and is still open after the results became durable.
+        """
         if not (yield from self.may_commit()):
             return False
         yield Do(commit)
@@ -239,7 +243,7 @@ class LedgerRules:
             yield Remove(f"{UNSTARTED}/{self.identity.pod}")
 
     def _look_after(self, owners: Collection[str]) -> Steps[set[str]]:
-        """Returns the owners that are gone."""
+        """Returns the owners among ``owners`` that are gone."""
         marked = set((yield Names(GONE))) if owners else set()
         latest_marked = {name.rpartition(".")[0]: name for name in newest_starts(marked)}
         gone = set()
@@ -287,8 +291,10 @@ class LedgerRules:
             return None
 
     def _claim(self) -> Steps[Claim | None]:
-        if self.free and (claim := (yield from self._first_of(self.free))):
-            return claim
+        if self.free:
+            claim = yield from self._first_of(self.free)
+            if claim is not None:
+                return claim
         survey = self._usable_survey
         if survey and (survey.open or survey.opened) and not self._may_take(survey):
             self.seen = Outlook(False, survey.open > 0, survey.opened, survey.awaited)
@@ -304,8 +310,8 @@ class LedgerRules:
 
     @property
     def _usable_survey(self) -> Survey | None:
-        """The latest survey, or ``None`` if it cannot be used. After a lost reply, only a scan can show whether the
-        claim succeeded."""
+        """The latest survey, or ``None`` if it cannot be used. If a reply was lost, only a scan shows whether the claim
+        succeeded."""
         return None if self._unanswered else self.surveyed
 
     def _may_take(self, survey: Survey) -> bool:
@@ -388,8 +394,7 @@ class LedgerRules:
         return states
 
     def _forget_answered(self, claimed: Mapping[int, int], done: Collection[int]) -> None:
-        """Forgets the claims whose reply was lost and that this scan has found. A cached listing may still hide the
-        remaining ones."""
+        """Forgets the claims without a reply that this scan has found. A cached listing may still hide the others."""
         for block, epoch in list(self._unanswered):
             if block in done or claimed.get(block, -1) >= epoch:
                 self._unanswered.discard((block, epoch))
@@ -544,14 +549,12 @@ def _claim_of(block: int, epoch: int, content: Mapping[str, Any]) -> Claim:
 
 
 def _from(start: int, items: Sequence[T]) -> list[T]:
-    """Rotates ``items`` to start at position ``start``. Pods that scan at the same time thus start at different
-    items."""
+    """Rotates ``items`` to start at position ``start``. Pods that scan at the same time start at different items."""
     start %= max(1, len(items))
     return [*items[start:], *items[:start]]
 
 
 def _number(pod: str) -> int:
-    """Returns the index of a pod's array element. For a pod outside an array, returns a number derived from its
-    name."""
+    """Returns the index of a pod's array element. For a pod outside an array, derives a number from its name."""
     element = re.search(r"_(\d+)(?:@|$)", pod)
     return int(element[1]) if element else zlib.crc32(pod.encode())

@@ -1,4 +1,4 @@
-"""A run's tasks, stored in a single file. A pod reads only the tasks of its blocks.
+"""Reads and writes a run's tasks, which are stored in a single file. A pod reads only the tasks of its blocks.
 
 ::
 
@@ -76,7 +76,7 @@ def accept(run: RunDir, tasks: Mapping[str, tuple[str, Mapping[str, Any]]]) -> N
     """Records that the user has accepted changed tasks.
 
     Args:
-        tasks: Maps each task id to (digest of the files before the change, digests of the current files).
+        tasks: For each task id, the digest of the files before the change and the digests of the current files.
     """
     accepted_tasks, now = accepted(run), time.time()
     for name, (before, files) in tasks.items():
@@ -113,7 +113,8 @@ class PlannedTask(msgspec.Struct, frozen=True):
     task: dict[str, Any]
     """Output of :meth:`megaflow_hpc.types.Task.to_dict`."""
     images: dict[str, str] = {}
-    """Maps each image name in the task to a SIF file or directory. Images that were not built are omitted."""
+    """SIF file or directory of each image that the task names, by image name. Images that were not built are
+    omitted."""
     alike: int = 1
     """Number of tasks in the campaign with the same agent image, including this task."""
 
@@ -171,12 +172,12 @@ def _line(planned: PlannedTask) -> bytes:
 
 
 def planned_tasks(run: RunDir, record: RunRecord) -> Mapping[str, PlannedTask]:
-    """Returns a mapping of task id to task, in planned order. Each access reads the task from disk."""
+    """Returns the run's tasks by task id, in planned order. Each access reads the task from disk."""
     return TaskFile(run, record.packed, accepted(run)) if record.packed is not None else {}
 
 
 def image_files(tasks: Mapping[str, PlannedTask]) -> dict[str, str]:
-    """Maps every image name in the tasks to its SIF file or directory."""
+    """Returns the SIF file or directory of every image that the tasks name, by image name."""
     files: dict[str, str] = {}
     for planned in tasks.values():
         files |= planned.images
@@ -184,7 +185,7 @@ def image_files(tasks: Mapping[str, PlannedTask]) -> dict[str, str]:
 
 
 class TaskFile(Mapping[str, PlannedTask]):
-    """Mapping of task id to task that reads each task from disk on access. Not thread-safe.
+    """Tasks by task id. Each access reads a task from disk. Not thread-safe.
 
     Any access may raise ConfigError if the file is damaged or missing, or OSError if the run directory is unavailable.
     """

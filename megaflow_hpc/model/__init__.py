@@ -1,4 +1,4 @@
-"""The model service: engines, the servers that run them, and the gateways through which rollouts reach them.
+"""Serves models: engines, the servers that run them, and the gateways through which rollouts reach them.
 
 An *engine* is an inference program (vLLM, SGLang, Transformers, the scripted engine, or an external endpoint). An
 *engine server*, or *server* for short, is the process that runs one engine behind a proxy and registers it under

@@ -24,14 +24,14 @@ from typing import Any
 from megaflow_hpc.screen import ACTIONS, FIRST_ACTIONS, parameters
 
 COMPUTER = "computer"
-"""Name of the function."""
+"""Name of the function that replaces a vendor's computer tool."""
 TOOLSET = "computer_toolset_20260801"
 BETAS: Mapping[str, str] = {
     "computer_20241022": "computer-use-2024-10-22",
     "computer_20250124": "computer-use-2025-01-24",
     "computer_20251124": "computer-use-2025-11-24",
 }
-"""Maps each Anthropic tool to the value of the ``anthropic-beta`` header that it requires."""
+"""Value of the ``anthropic-beta`` header that each Anthropic tool requires, by tool type."""
 ZOOM = "zoom"
 
 
@@ -59,7 +59,8 @@ _NAMED = re.compile(r"\(Anthropic's (\w{1,64})(?:, (\d{1,5})x(\d{1,5}) pixels)?\
 
 
 def anthropic_function(tool: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the function for an Anthropic tool that the client executes, or ``None`` for other tools."""
+    """Returns the function that replaces an Anthropic tool. Returns ``None`` for tools that the client does not
+    execute."""
     kind = str(tool.get("type") or "")
     if kind in BETAS:
         actions = FIRST_ACTIONS if kind == "computer_20241022" else ACTIONS
@@ -81,7 +82,7 @@ def anthropic_function(tool: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def anthropic_tool(function: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Reverses :func:`anthropic_function`. Returns ``None`` for any other function."""
+    """Returns the Anthropic tool that a function replaces. Returns ``None`` for any other function."""
     match = _NAMED.search(function.get("description") or "")
     if match is None:
         return None
@@ -136,7 +137,7 @@ OPENAI_ACTIONS: Mapping[str, tuple[str, ...]] = {
     "type": ("text",),
     "wait": (),
 }
-"""Maps each action to its required fields."""
+"""Required fields of each action of OpenAI's computer tool, by action."""
 _POINT = {"type": "object", "properties": {name: {"type": "integer"} for name in _X_Y}, "required": list(_X_Y)}
 _NEEDED = "; ".join(f"{name}: {', '.join(fields)}" for name, fields in OPENAI_ACTIONS.items() if fields)
 _ACTION: dict[str, Any] = {
@@ -171,7 +172,7 @@ def openai_function(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def openai_tool(function: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Reverses :func:`openai_function`. Returns ``None`` for any other function."""
+    """Returns the OpenAI tool that a function replaces. Returns ``None`` for any other function."""
     tool: dict[str, Any] = {"type": "computer"}
     if match := _PREVIEW.search(function.get("description") or ""):
         width, height = int(match[2]), int(match[3])
@@ -181,9 +182,11 @@ def openai_tool(function: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def openai_actions(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Converts the function's arguments to the field ``action`` or ``actions`` of OpenAI's ``computer_call``. Returns
-    ``None`` if the client could not execute an action because it is unknown, or a field is missing or has the wrong
-    type."""
+    """Converts the function's arguments to the field ``action`` or ``actions`` of OpenAI's ``computer_call``.
+
+    Returns ``None`` if the client could not execute an action. This is the case if the action is unknown, or if a field
+    is missing or has the wrong type.
+    """
     if set(arguments) == {"actions"}:
         actions = arguments["actions"]
         known = isinstance(actions, list) and bool(actions) and all(map(_is_action, actions))
@@ -211,8 +214,8 @@ def _is_action(action: Any) -> bool:
 
 
 def _is_field(name: str, value: Any) -> bool:
-    """Returns whether a value has the right type for a field. Clients ignore unknown fields, so any value is valid for
-    these."""
+    """Returns whether a value has the right type for a field. For unknown fields any value is valid, because clients
+    ignore them."""
     if name in ("button", "text"):
         return isinstance(value, str)
     if name == "keys":

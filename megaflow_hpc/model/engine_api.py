@@ -1,8 +1,8 @@
-"""The engines' HTTP API: paths, headers, and the validation of responses before they are recorded and passed on.
+"""Defines the engines' HTTP API: paths, headers, and the checks of responses before they are recorded and passed on.
 
-An engine may be a third-party endpoint. Its responses are recorded, converted by dialects and passed on to agents. So
-every field that this package reads must have the right type and be within bounds, and deep nesting is rejected. Other
-fields are passed on unchanged.
+An engine may be a third-party endpoint. Its responses are recorded, converted to the agent's API and passed on to
+agents. So every field that this package reads must have the right type and be within bounds, and deep nesting is
+rejected. Other fields are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ MAX_DEPTH = 64
 _MAX_NAME = 256
 """Maximum length of an identifier, in characters."""
 _MAGIC, _HEADER_AT = b"\x93NUMPY\x01\x00", 10
-"""First bytes of a version 1 ``.npy`` file, and the offset of its header. The two bytes before the header are its
+"""First bytes of a version 1 ``.npy`` file, and the offset of its header. The two bytes before the header contain its
 length."""
 _BYTES = {"|u1": 1, "<u2": 2}
-"""Maps each supported array dtype to its item size in bytes."""
+"""Item size in bytes of each supported array dtype."""
 
 
 class _Function(msgspec.Struct):

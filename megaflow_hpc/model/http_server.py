@@ -1,4 +1,4 @@
-"""The HTTP server of gateways and proxies: aiohttp's server with connection limits that apply from accept on.
+"""Serves HTTP for gateways and proxies. It is aiohttp's server with connection limits that apply from accept on.
 
 ::
 
@@ -30,8 +30,7 @@ from aiohttp import web
 from megaflow_hpc.host.process import descriptor_limit
 
 KEY_TIMEOUT_S = 10.0
-"""Seconds within which a client must send request headers with a valid key, from accept and including the TLS
-handshake."""
+"""Seconds from accept within which a client must send request headers with a valid key. The TLS handshake counts."""
 BODY_TIMEOUT_S = 120.0
 MAX_WAITING = 256
 """Maximum number of connections waiting for a key. The server lowers it if the process's limit on file descriptors is
@@ -39,7 +38,7 @@ low."""
 MIN_CONNECTIONS = 4
 """Lower bound for the limits on waiting connections and on connections per owner."""
 BACKLOG = 4096
-"""Listen backlog. The kernel may cap it."""
+"""Number of connections that may wait for accept. The kernel may lower it."""
 ACCEPT_PAUSE_S = 0.2
 """Seconds to wait before accepting again if descriptors or memory are exhausted."""
 STOP_TIMEOUT_S = 60.0
@@ -89,7 +88,7 @@ def bearer_key(request: web.BaseRequest) -> bytes:
 
 
 class BoundedLog:
-    """Rate-limited log of events caused by clients: at most one line per minute and kind, with the number of events.
+    """Log of events caused by clients, limited to one line per minute and kind. Each line has the number of events.
 
     Also serves as aiohttp's logger. The first exception of each minute is logged with its traceback.
 
@@ -100,7 +99,7 @@ class BoundedLog:
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
         self._kinds: dict[str, tuple[float, int]] = {}
-        """Maps each kind to (time of its latest line, number of events since then)."""
+        """Time of the latest line and number of events since then, by kind."""
 
     def refused(self, kind: str, owner: str = "") -> None:
         """Counts one event.
@@ -197,7 +196,7 @@ class HttpServer(web.Server):
         self._waiting: dict[_Connection, None] = {}
         """Connections without a key, oldest first."""
         self._owned: dict[str, dict[_Connection, None]] = {}
-        """Maps each owner to its connections, longest idle first."""
+        """Connections of each owner, by owner. Those that have been idle longest come first."""
         self._accepting: dict[socket.socket, asyncio.Task[None]] = {}
         super().__init__(
             self._handle,
@@ -208,7 +207,7 @@ class HttpServer(web.Server):
         )
 
     def __call__(self) -> _Connection:
-        """Creates aiohttp's protocol object for a new connection."""
+        """Returns aiohttp's protocol object for a new connection."""
         return _Connection(self, loop=self._loop, **self._kwargs)
 
     def listen(self, listener: socket.socket, context: ssl.SSLContext | None = None) -> None:
@@ -248,10 +247,10 @@ class HttpServer(web.Server):
         if len(owned) >= max(share, MIN_CONNECTIONS):
             longest_idle = next((other for other in owned if not other.busy), None)
             if longest_idle is None:
-                self.log.refused("connections of one key, too many at once", owner)
+                self.log.refused("connections of a key that has too many", owner)
                 self._wait_for_key(connection)
                 return False
-            self.log.refused("idle connections of one key, too many at once", owner)
+            self.log.refused("idle connections of a key that has too many", owner)
             self._drop(longest_idle)
         connection.owner = owner
         owned[connection] = None
@@ -326,7 +325,7 @@ class HttpServer(web.Server):
 
     def _drop_oldest_waiting(self) -> None:
         if self._waiting:
-            self.log.refused("connections without a key, too many at once")
+            self.log.refused("connections without a key, because too many were waiting")
             self._drop(next(iter(self._waiting)))
 
     def _drop(self, connection: _Connection) -> None:

@@ -1,4 +1,4 @@
-"""Images in model calls: checks them on arrival, replaces them with their hashes, and restores them for the engine.
+"""Processes images in model calls. Checks them on arrival, replaces them with hashes, and restores them for the engine.
 
 ::
 
@@ -23,7 +23,8 @@ from typing import Any
 from megaflow_hpc.trajectory import IMAGE_SCHEME, Image, ImageSpan, replaced_images
 
 MAX_PIXELS = 40_000_000
-"""Maximum number of pixels in an image, 120 MB when decoded. An 8K screen has 33 million. vLLM gets the same limit."""
+"""Maximum number of pixels in an image, which take 120 MB when decoded. An 8K screen has 33 million. vLLM gets the same
+limit."""
 _MAX_SEGMENTS = 1000
 """Maximum number of JPEG segments or PNG chunks before the pixels. Real files have at most a few dozen."""
 _MAX_GIF_BLOCKS = 1000
@@ -36,7 +37,7 @@ _BARE = frozenset(range(0xD0, 0xD9)) | {0x01}
 """Markers of JPEG segments without a length."""
 
 _RESULT = "Shown by tool result {} of {}:"
-"""Text before the images of a tool result, if there are several results."""
+"""Text before the images of a tool result. Used if there are several results."""
 
 Message = Mapping[str, Any]
 
@@ -72,7 +73,7 @@ def read_data_url(url: str) -> Image:
 
 
 def named(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], dict[str, Image]]:
-    """Replaces the ``data:`` URL of each image in messages with ``sha256:<hex>``. Also returns the images by SHA-256.
+    """Returns the messages with ``sha256:<hex>`` in place of each image's ``data:`` URL, and the images by SHA-256.
 
     Raises:
         ValueError: An image is invalid. The message names it.
@@ -109,8 +110,11 @@ def result_images(results: Sequence[Sequence[Message]]) -> Iterator[Message]:
 
 
 def separated_results(messages: Iterable[Message]) -> Iterator[Message]:
-    """Undoes :func:`result_images`: yields messages in which each tool result's images are in a user message directly
-    after that result. Vendors' APIs with computer tools require this."""
+    """Undoes :func:`result_images`. Yields messages in which each tool result is directly followed by a user message
+    with its images.
+
+    Vendors' APIs with computer tools require this.
+    """
     results: list[Message] = []
     for message in messages:
         if message["role"] == "tool":
@@ -190,7 +194,7 @@ def _png_size(data: bytes) -> tuple[int, int]:
 
 
 def _gif_size(data: bytes) -> tuple[int, int]:
-    """Returns the size of the canvas, which the first frame may enlarge."""
+    """Returns the size of the canvas in pixels. The first frame may enlarge the canvas."""
     width, height = struct.unpack_from("<HH", data, 6)
     flags = data[10] if len(data) > 10 else 0
     position = 13 + (6 << (flags & 7) if flags & 0x80 else 0)

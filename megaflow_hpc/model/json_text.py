@@ -29,7 +29,7 @@ MAX_DEPTH = 254
 """Maximum nesting, which is orjson's limit for encoding. Recorded documents are encoded again."""
 _WINDOW = 16 * 2**10
 _OBJECT = 512
-"""Cost of decoding one object or array, expressed as a number of bytes of plain text."""
+"""Cost of decoding one object or array. The unit is the cost of decoding one byte of plain text."""
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _thread = ThreadPoolExecutor(1, "large-documents")
 
@@ -50,7 +50,7 @@ class TooMuch(ValueError):
 
 
 class Bounds(NamedTuple):
-    """Limits on the parts of a document, or the actual counts. The contents of strings are ignored."""
+    """Limits on the parts of a document, or the actual counts. Brackets and commas inside strings do not count."""
 
     objects: int
     """Number of arrays and objects."""
@@ -62,12 +62,12 @@ class Bounds(NamedTuple):
 
 REQUEST = Bounds(100_000, 200_000, 1_000_000)
 ANSWER = Bounds(500_000, 1_000_000, 4_000_000)
-"""Bounds on an engine's response. They exceed :data:`REQUEST`, because engines report an object and two arrays for
-every sampled or alternative token."""
+"""Bounds on an engine's response. They are higher than :data:`REQUEST`, because engines report an object and two arrays
+for every sampled or alternative token."""
 
 
 def effort(raw: bytes | bytearray) -> int:
-    """Estimates the cost of processing a document, expressed as a number of bytes of plain text."""
+    """Estimates the cost of processing a document. The unit is the cost of processing one byte of plain text."""
     if len(raw) > OFFLOAD_BYTES:
         return len(raw)  # large enough already; the exact value is not needed
     if len(raw) + _OBJECT * (raw.count(b"[") + raw.count(b"{")) <= OFFLOAD_BYTES:

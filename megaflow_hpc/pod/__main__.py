@@ -1,8 +1,8 @@
-"""Entry point of every rank: ``python -m megaflow_hpc.pod RUN``, started by srun, by mpiexec or directly.
+"""Entry point of every rank: ``python -m megaflow_hpc.pod RUN``.
 
-If started directly, it runs a pod without MPI that consists of this process and its runner. If engines and pod share
-one job, ``MEGAFLOW_SERVER`` contains the index of the rank's engine server. :mod:`megaflow_hpc.pod.master.assembly`
-lists the environment variables that rank 0 reads.
+srun, mpiexec or the user starts it. Without srun or mpiexec, it runs a pod without MPI: this process and its runner. If
+engines and pod share one job, ``MEGAFLOW_SERVER`` contains the index of the rank's engine server.
+:mod:`megaflow_hpc.pod.master.assembly` lists the environment variables that rank 0 reads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megaflow_hpc.rundir.marks import ORDERLY, WORLD
 from megaflow_hpc.texts import printable
 
 LEAVE_S = 30
-"""Seconds that rank 0 waits for the workers to stop their runners."""
+"""Maximum number of seconds that rank 0 waits for the workers to stop their runners."""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -28,7 +28,7 @@ from megaflow_hpc.host.process import mapped_files
 from megaflow_hpc.host.wire import Message, WireLink, pack, packer, unpack_all
 
 BEAT, STOP = pack({"op": "beat"}), pack({"op": "stop"})
-"""Packed messages that are sent as separate parcels, so that a rank can recognize them without unpacking."""
+"""Packed messages that are sent as separate parcels, so that a rank can recognise them without unpacking."""
 TAG = 77
 BEAT_S = 5.0
 """Interval between heartbeats of a rank, in seconds."""
@@ -37,7 +37,7 @@ FIRST_S, SHORT_S, LONG_S = 5e-5, 1e-3, 0.08
 PUSH_BYTES = 1 << 20
 """Messages larger than this many bytes are sent immediately, without waiting for a push."""
 INIT_S = 120
-"""Timeout for initialising MPI, in seconds."""
+"""Timeout for initialising MPI in seconds."""
 
 
 class Comm(Protocol):
@@ -48,7 +48,7 @@ class Comm(Protocol):
 
     @property
     def link(self) -> WireLink | None:
-        """Link for ``select`` to wait on until a message arrives. ``None`` under MPI."""
+        """The link on which ``select`` can wait for a message. ``None`` under MPI."""
 
     def send(self, rank: int, message: Message | bytes) -> None:
         """Queues a message, packed or unpacked. It is sent with the next push at the latest."""
@@ -57,7 +57,7 @@ class Comm(Protocol):
         """Sends the queued messages."""
 
     def poll(self) -> tuple[int, Message] | None:
-        """Returns the sender's rank and the next message, or ``None`` if there is none. A lost rank is reported as a
+        """Returns (sender's rank, next message), or ``None`` if there is no message. If a rank was lost, returns the
         message ``{"op": "left"}`` from that rank."""
 
 
@@ -190,10 +190,10 @@ class MpiComm:
         return self._incoming.popleft()
 
     def poll_parcel(self) -> tuple[int, bytes | bytearray] | None:
-        """Returns the sender's rank and its next parcel, still packed, or ``None`` if there is none.
+        """Returns (sender's rank, next parcel), or ``None`` if there is no parcel. The parcel is still packed.
 
-        If MPI reports that a rank failed, it is reported once as ``{"op": "left"}``. If a rank dies or hangs while
-        sending a message, MPI reports no error, and only the rank's heartbeats stop.
+        If MPI reports that a rank failed, this is returned once as ``{"op": "left"}``. If a rank dies or hangs while it
+        sends a message, MPI reports no error. Only the rank's heartbeats stop.
         """
         if self._unreported:
             rank = self._unreported.pop()
@@ -213,7 +213,7 @@ class MpiComm:
         return self._arrived() if self._arriving else None
 
     def _arrived(self) -> tuple[int, bytearray] | None:
-        """Returns the next complete parcel among those that were incomplete when first polled."""
+        """Returns the next parcel that has arrived completely since it was first polled."""
         for source, parcels in self._arriving.items():
             try:
                 if not parcels[0][0].Test():
@@ -254,11 +254,11 @@ class MpiComm:
         """Leaves the MPI world before this process exits. Calls MPI_Finalize under PMIx, and does nothing otherwise.
 
         Under PMIx, the launcher treats a rank that exits without MPI_Finalize as lost, and kills the job. Under other
-        launchers, MPI_Finalize would only risk waiting for a dead rank.
+        launchers, a call of MPI_Finalize could wait forever for a dead rank.
 
         Args:
-            seconds: MPI_Finalize waits for the other ranks. After this many seconds, SIGALRM ends the process. 0 waits
-                indefinitely.
+            seconds: MPI_Finalize waits for the other ranks. After this many seconds, SIGALRM ends the process. 0 means
+                no limit.
         """
         if "PMIX_NAMESPACE" in os.environ:
             signal.alarm(seconds)
@@ -269,7 +269,7 @@ class MpiComm:
         self._outgoing = [parcel for parcel in self._outgoing if not self._is_sent(parcel)]
 
     def _is_sent(self, parcel: tuple[Any, bytes, int]) -> bool:
-        """Returns True if a parcel was sent, or can no longer be sent."""
+        """Returns true if a parcel was sent or can no longer be sent."""
         request, _, rank = parcel
         try:
             sent: bool = request.Test()

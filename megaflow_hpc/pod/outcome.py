@@ -1,7 +1,7 @@
-"""The outcome of an attempt, as a worker sends it to rank 0. Rank 0 does not unpack the trajectory in it.
+"""The outcome of an attempt, as a worker sends it to rank 0.
 
-Unpacking and repacking would triple rank 0's CPU time for each outcome: from 2 to 6 us for 1 kB, and from 270 to 830 us
-for 2 MB.
+Rank 0 does not unpack the trajectory in it. Unpacking and repacking would triple rank 0's CPU time for each outcome:
+from 2 to 6 us for 1 kB, and from 270 to 830 us for 2 MB.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megaflow_hpc.rundir.events import RolloutEvent, rounded, shown
 from megaflow_hpc.trajectory import Attempt, Trajectory
 
 COST_FILE = "cost.json"
-"""Artifact with the usage of judges and metered models, by model."""
+"""Name of the artifact with the token usage of judges and metered models."""
 
 
 @dataclass(slots=True)
@@ -48,13 +48,13 @@ class Outcome:
     memory_peak_mb: float | None = None
     disk_peak_mb: float | None = None
     models: Used = field(default_factory=dict)
-    """Maps judges and metered models to their usage."""
+    """Token usage of judges and metered models, by model."""
 
     @classmethod
     def of(
         cls, trajectory: Trajectory, attempts: Sequence[Attempt] = (), cause: str = "", checkpoint: str = ""
     ) -> Outcome:
-        """Packs ``trajectory`` together with a list of all attempts: the earlier ``attempts`` and this one.
+        """Packs ``trajectory`` with the list of all attempts. The list contains the earlier ``attempts`` and this one.
 
         If the messages cannot be packed, for example because an agent nested a thousand lists, they are dropped. The
         rollout keeps its verdict.
@@ -88,7 +88,7 @@ class Outcome:
         return self.finished_at - self.started_at
 
     def to_event(self) -> RolloutEvent:
-        """Returns the event that reports this outcome once it is stored."""
+        """Returns the event for the pod's event file. It is written once the outcome is stored."""
         return RolloutEvent(
             id=self.id,
             status=self.status,

@@ -1,10 +1,10 @@
-"""Ranks other than rank 0. Their main thread only handles MPI, so nothing delays a heartbeat.
+"""Main loops of the ranks other than rank 0. Their main thread only handles MPI, so nothing delays a heartbeat.
 
 A *worker rank* forwards parcels between rank 0 (over MPI) and its runner (over a socket) without unpacking them, and
 monitors both.
 
-An *engine rank* is part of a heterogeneous job, in which engines and pod share one MPI world. It runs an ordinary
-engine server, which registers itself and serves gateways over its own port. If the engine ends, rank 0 learns of it
+An *engine rank* exists if engines and pod share one MPI world in a heterogeneous job. It runs an ordinary engine
+server, which registers itself and serves gateways over its own port. If the engine ends, rank 0 learns of it
 immediately, and the engine ends with the pod. Because they share a job, neither waits in Slurm's queue for the other.
 """
 
@@ -35,8 +35,8 @@ MPI_VARIABLES = ("PMI_", "PMIX_", "PMI2_", "MPI", "HYDI_", "HYDRA_", "OMPI_", "S
 
 
 def start_runner() -> tuple[subprocess.Popen[bytes], WireLink]:
-    """Starts the runner. Call it before MPI is initialised. When this process ends, end-of-file on the runner's socket
-    ends the runner too."""
+    """Starts the runner. Call it before MPI is initialised. When this process ends, the runner reads end-of-file on its
+    socket and ends too."""
     ours, theirs = socket.socketpair()
     number = theirs.fileno()
     process = _start("megaflow_hpc.pod.rollout.runner", [str(number)], pass_fds=[number])
@@ -91,7 +91,7 @@ class _Heart:
             self._comm.send(0, BEAT)
 
     def master_lost(self) -> bool:
-        """Returns True if rank 0 is lost, and reports the loss on stderr."""
+        """Returns true if rank 0 is lost, and reports the loss on stderr."""
         if 0 in self._comm.lost:
             why = f"rank 0 is lost: {self._comm.lost[0]}"
         elif time.monotonic() - self._heard_at > MASTER_LOST_S:
@@ -103,7 +103,7 @@ class _Heart:
 
 
 def serve(comm: MpiComm, process: subprocess.Popen[bytes], link: WireLink) -> bool:
-    """Runs a worker rank until the pod or its runner ends. Returns True if rank 0 is still alive."""
+    """Runs a worker rank until the pod or its runner ends. Returns true if rank 0 is still alive."""
     backoff, heart = Backoff(), _Heart(comm, "worker")
     try:
         while True:
@@ -138,7 +138,7 @@ def serve(comm: MpiComm, process: subprocess.Popen[bytes], link: WireLink) -> bo
 
 
 def keep_server(comm: MpiComm, server: subprocess.Popen[bytes]) -> bool:
-    """Runs an engine rank until the pod or its server ends. Returns True if rank 0 is still alive."""
+    """Runs an engine rank until the pod or its server ends. Returns true if rank 0 is still alive."""
     backoff, heart = Backoff(), _Heart(comm, "engine rank")
     comm.send(0, {"op": "engine", "node": node_name()})
     try:

@@ -25,9 +25,9 @@ from megaflow_hpc.texts import in_one_line
 
 Spec = dict[str, Any]
 Data = list[dict[str, Any]]
-"""Rows of a chart's data."""
+"""Rows of a chart's data, each with the values by field."""
 Named = Sequence[tuple[str, RunFigures]]
-"""(Label in charts, figures) of each run."""
+"""Runs, each as (label in charts, figures)."""
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A800", "#8A8A8A")
 ON_DARK = ("#56B4E9", "#E69F00", "#2CC295", "#E08FC0", "#8FA8FF", "#FF8A4C", "#D9CB3A", "#B0B0B0")
@@ -47,7 +47,7 @@ _FONT = "system-ui, 'Segoe UI', 'Helvetica Neue', 'Liberation Sans', Arial, sans
 
 
 PICTURE_WIDTH = 720
-"""Width in pixels of a picture of a chart that fills its container. The PNG has twice as many pixels."""
+"""Width in pixels of a picture, if the chart fills its container in the page. The PNG has twice as many pixels."""
 
 
 class Chart(msgspec.Struct, kw_only=True):
@@ -62,7 +62,7 @@ class Chart(msgspec.Struct, kw_only=True):
     wide: bool = False
 
     def png(self) -> bytes:
-        """Renders the chart in the light theme, with an embedded engine and without network access."""
+        """Returns the chart in the light theme as a PNG. Renders it with an embedded engine, without network access."""
         import vl_convert
 
         spec = {**self.spec, "config": theme(dark=False), "title": {"text": self.title}, "padding": 16}
@@ -72,7 +72,7 @@ class Chart(msgspec.Struct, kw_only=True):
         return picture
 
     _repr_png_ = png
-    """Called by Jupyter to display the chart."""
+    """Jupyter calls this to display the chart."""
 
 
 def theme(dark: bool) -> Spec:
@@ -120,8 +120,8 @@ def channel(field: str, kind: str = "Q", title: str | None = "", **more: Any) ->
 
 
 def tooltip(**fields: str) -> list[Spec]:
-    """Builds tooltip channels. Each keyword is a field, and its value is ``N`` for text, or a number format, which may
-    be empty."""
+    """Builds tooltip channels. Each keyword is a field. Its value is ``N`` for text, or a number format that may be
+    empty."""
     channels = []
     for field, kind in fields.items():
         if kind == "N":
@@ -132,13 +132,12 @@ def tooltip(**fields: str) -> list[Spec]:
 
 
 def chart_of(name: str, title: str, note: str, values: Data, *, wide: bool = False, **more: Any) -> Chart | None:
-    """Builds a chart of data rows, or returns ``None`` if there are none. Other arguments are those of
-    :func:`spec_of`."""
+    """Builds a chart of data rows. Returns ``None`` if there are none. :func:`spec_of` gets the other arguments."""
     return Chart(name=name, title=title, note=note, spec=spec_of(values, **more), wide=wide) if values else None
 
 
 def labelled(runs: Named, path: str, name: str = "policy") -> Iterator[tuple[str, Any]]:
-    """Yields (shortest unambiguous label, item) of each item in a list of every run's figures.
+    """Yields the items of a list in every run's figures, each with its shortest unambiguous label.
 
     Args:
         path: The list's attribute in the figures, such as ``cost.roles``.
@@ -156,7 +155,7 @@ def by_series() -> Spec:
 
 
 def pass_at(runs: Named) -> Chart | None:
-    """Charts pass@k over k, or pass@1 of each policy if no task has two samples."""
+    """Charts pass@k over k. If no task has two samples, charts pass@1 of each policy."""
     values = _of_policies(runs, "pass_at")
     if not values:
         return None
@@ -305,7 +304,7 @@ MAX_HEIGHT = 1000
 FACET_WIDTH = {"width": 340}
 """Width in pixels of faceted charts, which Vega cannot fit to their container."""
 UNITS = ((10_000.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
-"""(Minimum seconds, seconds per unit, name) of each unit of a time axis."""
+"""Units of a time axis, each as (minimum seconds, seconds per unit, name)."""
 
 
 def timeline(label: str, run: RunFigures, bars: Sequence[Bar], several: bool) -> Chart | None:
@@ -373,7 +372,7 @@ def timeline(label: str, run: RunFigures, bars: Sequence[Bar], several: bool) ->
 
 
 def _by_element(pods: Sequence[PodFigures]) -> list[str]:
-    """Returns pod names ordered by first start. All starts of an array element are adjacent."""
+    """Returns pod names ordered by first start. All starts of an array element follow each other."""
     first: dict[str, float] = {}
     for pod in pods:
         first.setdefault(_element(pod), pod.start)
@@ -433,7 +432,7 @@ def stages(runs: Named) -> Chart | None:
 
 
 def _stacked(name: str, title: str, note: str, runs: Named, part: str, colours: Mapping[str, str]) -> Chart | None:
-    """Charts a stacked bar per policy, with the mean seconds of each part: ``phase`` or ``stage``."""
+    """Charts a stacked bar for each policy with the mean seconds of each part. ``part`` is ``phase`` or ``stage``."""
     values = []
     for series, item in labelled(runs, f"{part}s"):
         own, seconds = getattr(item, part), item.seconds
@@ -473,7 +472,7 @@ def failures(runs: Named) -> Chart | None:
 
 
 def tasks(runs: Named) -> Chart | None:
-    """Charts the slowest tasks by policy. Only for a single run, because the table compares several runs."""
+    """Charts the slowest tasks by policy. Only for a single run, because a table compares the tasks of several runs."""
     if len(runs) > 1:
         return None
     values = []
@@ -492,7 +491,7 @@ def tasks(runs: Named) -> Chart | None:
 
 
 def cost(runs: Named) -> Chart | None:
-    """Charts the hours held by each role."""
+    """Charts the hours that jobs of each role held."""
     values: Data = []
     for name, role in labelled(runs, "cost.roles", "role"):
         values += _hours(name, "core-hours", role.core_hours, role.idle_core_hours)
@@ -593,7 +592,7 @@ def _with_legend(spec: Spec) -> Spec:
 
 
 def _printable(chart: Chart) -> Chart:
-    """Returns the chart without control characters, NaN and infinity, which SVG and JSON cannot represent."""
+    """Returns the chart without control characters, NaN and infinity. SVG and JSON cannot represent them."""
     return msgspec.structs.replace(chart, title=in_one_line(chart.title), spec=_clean(_with_legend(chart.spec)))
 
 

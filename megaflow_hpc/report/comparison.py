@@ -35,19 +35,19 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 
 MAX_CHANGED = 12
 EXACT_TASKS = 14
-"""Maximum number of changed tasks for which the test tries all combinations of signs."""
+"""Maximum number of changed tasks for which the sign-flip test tries all combinations of signs."""
 FLIPS = 20_000
-"""Number of random combinations of signs that the test tries for more tasks."""
+"""Number of random combinations of signs that the sign-flip test tries if there are more tasks."""
 
 
 class Difference(msgspec.Struct, kw_only=True):
-    """Difference of an arm's mean reward from another arm, over the tasks rated in both."""
+    """Difference between the mean rewards of two arms, over the tasks rated in both."""
 
     axis: Axis
     name: str
     """Value of the axis: the label of a run, or the name of a policy, agent or role."""
     against: str
-    """Baseline value of the axis."""
+    """Value of the axis in the arm with which the other is compared."""
     where: dict[Axis, str] = {}
     """Values of the other axes, the same in both arms."""
     tasks: int
@@ -66,16 +66,16 @@ class Difference(msgspec.Struct, kw_only=True):
     """Number of common tasks with a higher mean reward than ``against``."""
     worse: int = 0
     changed: list[str] = []
-    """The tasks that changed most, such as ``task +1``, with improvements first."""
+    """The tasks whose rewards changed most, such as ``task +1``. Improvements come first."""
 
     @property
     def label(self) -> str:
-        """The name, and the fixed values of other axes in brackets."""
+        """Name of the arm, followed by the fixed values of other axes in brackets."""
         return f"{self.name} ({', '.join(self.where.values())})" if self.where else self.name
 
 
 class Matrix(msgspec.Struct, kw_only=True):
-    """Mean reward of every task in every arm, tasks that differ most first."""
+    """Mean reward of every task in every arm. Tasks that differ most come first."""
 
     arms: list[str]
     tasks: list[str]
@@ -113,7 +113,10 @@ def compare(runs: Sequence[RunFigures], by: Axis | None = None, against: str | N
         ConfigError: ``against`` is not a value of the axis.
     """
     rewards = _rewards_of(runs)
-    bases = {axis: list(dict.fromkeys(_value(arm, axis) for arm in rewards if _on(arm, axis))) for axis in AXES}
+    bases: dict[Axis, list[str]] = {}
+    for axis in AXES:
+        values = (_value(arm, axis) for arm in rewards if _on(arm, axis))
+        bases[axis] = list(dict.fromkeys(values))
     axes = [axis for axis in AXES if by in (None, axis) and bases[axis]]
     if against is not None:
         there = "; ".join(f"{axis}: {', '.join(bases[axis])}" for axis in axes)
@@ -135,7 +138,7 @@ def compare(runs: Sequence[RunFigures], by: Axis | None = None, against: str | N
 def matrix_of(runs: Sequence[RunFigures]) -> Matrix:
     """Returns the mean reward of every task in every arm, excluding rewards of single roles."""
     rewards = {arm: means for arm, means in _rewards_of(runs).items() if not arm.role}
-    varying = [axis for axis in AXES[:3] if len({_value(arm, axis) for arm in rewards}) > 1] or ["policy"]
+    varying = _varying(list(rewards), AXES[:3]) or ["policy"]
     names = sorted({task for means in rewards.values() for task in means})
     tasks = {task: [means.get(task) for means in rewards.values()] for task in names}
 
@@ -156,6 +159,11 @@ def _value(arm: _Arm, axis: Axis) -> str:
     return value
 
 
+def _varying(arms: Sequence[_Arm], axes: Sequence[Axis]) -> list[Axis]:
+    """Returns the axes on which arms differ."""
+    return [axis for axis in axes if len({_value(arm, axis) for arm in arms}) > 1]
+
+
 def _on(arm: _Arm, axis: Axis) -> bool:
     """Returns whether an arm takes part in comparisons along an axis."""
     return bool(arm.role) == (axis == "role")
@@ -171,16 +179,19 @@ def _rewards_of(runs: Sequence[RunFigures]) -> dict[_Arm, dict[str, float]]:
 
 
 def _pairs(arms: Sequence[_Arm], axis: Axis, base: str) -> Iterator[tuple[dict[Axis, str], _Arm, _Arm]]:
-    """Yields (fixed values of other axes, arm, arm of ``base`` with the same fixed values)."""
-    values = {_value(arm, axis) for arm in arms}
-    fixed = [
-        other
-        for other in AXES
-        if any(len({_value(arm, other) for arm in arms if _value(arm, axis) == value}) > 1 for value in values)
-    ]
-    against = {tuple(_value(arm, other) for other in fixed): arm for arm in arms if _value(arm, axis) == base}
+    """Yields the pairs of arms to compare, as (fixed values of the other axes, arm, arm with the value ``base``)."""
+    by_value: dict[str, list[_Arm]] = {}
     for arm in arms:
-        where = tuple(_value(arm, other) for other in fixed)
+        by_value.setdefault(_value(arm, axis), []).append(arm)
+    vary = {other for same in by_value.values() for other in _varying(same, AXES)}
+    fixed = [other for other in AXES if other in vary]
+
+    def place(arm: _Arm) -> tuple[str, ...]:
+        return tuple(_value(arm, other) for other in fixed)
+
+    against = {place(arm): arm for arm in by_value.get(base, ())}
+    for arm in arms:
+        where = place(arm)
         if _value(arm, axis) != base and where in against:
             yield dict(zip(fixed, where, strict=True)), arm, against[where]
 
@@ -223,8 +234,7 @@ def _difference(
 
 
 def paired_interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Returns the 95 % interval of the mean of at least one paired difference. The module docstring describes the
-    method."""
+    """Returns the 95 % interval of the mean of paired differences, of which there is at least one."""
     interval = mean_interval(differences)
     if interval is not None:
         return interval

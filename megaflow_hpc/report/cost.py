@@ -21,7 +21,7 @@ HOUR = 3600.0
 
 
 class Prices(msgspec.Struct, kw_only=True):
-    """Prices per hour. ``None`` if unknown."""
+    """Prices per core-hour and GPU-hour. ``None`` if unknown."""
 
     core_hour: float | None = None
     gpu_hour: float | None = None
@@ -45,7 +45,7 @@ class RoleCost(HeldHours, kw_only=True):
     role: str
     """``pods``, ``servers``, ``trainer``, ``gather`` or ``build``."""
     jobs: int = 0
-    """Number of job starts, counting each array element separately. 0 if accounting is unavailable."""
+    """Number of job starts. Each array element counts separately. 0 if accounting is unavailable."""
 
 
 class JobFigures(msgspec.Struct, kw_only=True):

@@ -74,7 +74,8 @@ def write_report(
 
 
 def comparison_json(figures: Sequence[RunFigures], differences: Sequence[Difference]) -> dict[str, Any]:
-    """Returns the JSON of a comparison: ``comparison``, and the ``matrix`` of tasks and arms."""
+    """Returns a comparison as JSON. ``comparison`` lists the differences, and ``matrix`` the rewards of tasks by
+    arm."""
     return {"comparison": to_builtins(differences), "matrix": to_builtins(matrix_of(figures))}
 
 
@@ -117,7 +118,7 @@ def file_name(name: str) -> str:
 # --- metrics ----------------------------------------------------------------------------------------------------------
 
 Sample = tuple[str, str, dict[str, str], float | None]
-"""(Name, help, labels, value). The value is ``None`` if unknown."""
+"""Sample of a metric as (name, help, labels, value). The value is ``None`` if unknown."""
 NAMESPACE = "megaflow"
 
 

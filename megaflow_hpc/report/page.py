@@ -153,7 +153,7 @@ _COLUMNS = (
     *("run", "id", "task", "policy", "status", "kind", "node", "reward", "seconds"),
     *("turns", "tokens", "sequences", "attempts", "cpu", "memory", "place"),
 )
-"""Columns of the rollout list."""
+"""Fields of a row in the page's list of rollouts."""
 
 
 class _Chunks:
@@ -164,7 +164,7 @@ class _Chunks:
         self._size = CHUNK_CHARS
 
     def add(self, transcript: Transcript) -> tuple[int, int]:
-        """Adds a transcript. Returns the number of its group and its index in the group."""
+        """Adds a transcript. Returns (number of its group, index in the group)."""
         if self._size >= CHUNK_CHARS:
             self.lists.append([])
             self._size = 0
@@ -176,8 +176,8 @@ class _Chunks:
 def _browser(
     runs: Sequence[LoadedRun], labels: Sequence[str], wanted: Wanted
 ) -> tuple[dict[str, Any], list[list[Transcript]], dict[str, Image], str]:
-    """Returns the columns of the rollout list, the groups of transcripts, their images, and a sentence about omitted
-    transcripts."""
+    """Returns the data of the page's browser: columns of the rollout list, groups of transcripts, their images, and a
+    sentence about omitted transcripts."""
     names: dict[str, dict[str, int]] = {key: {} for key in ("tasks", "policies", "statuses", "kinds", "nodes")}
     columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
     errors: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Figures of policies and tasks: statuses, rewards, pass@k, tokens, turns and durations."""
+"""Computes the figures of policies and tasks: statuses, rewards, pass@k, tokens, turns and durations."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LatencyStage(msgspec.Struct, kw_only=True):
 
 
 class PassAt(msgspec.Struct, kw_only=True):
-    """A point of a pass@k curve, with its 95 % interval."""
+    """A point of a pass@k curve with its 95 % interval."""
 
     k: int
     value: float
@@ -84,7 +84,7 @@ class PolicyFigures(msgspec.Struct, kw_only=True):
     token_bins: list[Bin]
     turn_bins: list[Bin]
     inexact: int = 0
-    """Number of model calls recorded without some of their token ids."""
+    """Number of model calls for which some token ids are missing."""
 
 
 class TaskFigures(msgspec.Struct, kw_only=True):
@@ -102,14 +102,15 @@ class TaskFigures(msgspec.Struct, kw_only=True):
 
 
 class Arm(msgspec.Struct, kw_only=True):
-    """Rewards of the rollouts that share a policy and an agent, or the rewards of one role in these rollouts."""
+    """Mean rewards of the rollouts with one policy and one agent, by task. With ``role``, the rewards of this role in
+    them."""
 
     policy: str
     agent: str
     role: str = ""
     """Team role that received these rewards. Empty for the main reward."""
     rewards: dict[str, float]
-    """Maps each task to the mean reward of its rated samples."""
+    """Mean reward of each task's rated samples, by task."""
 
 
 def arms_of(rows: RolloutColumns) -> list[Arm]:
@@ -253,7 +254,7 @@ def tasks_of(rows: RolloutColumns, threshold: float) -> list[TaskFigures]:
 
 
 def _ks(most: int) -> tuple[int, ...]:
-    """Returns the values of k for a curve up to ``most``. Above :data:`MAX_KS`, returns a subset with growing gaps."""
+    """Returns the values of k for a pass@k curve up to ``most``. Above :data:`MAX_KS`, the gaps between them grow."""
     if most <= MAX_KS:
         return tuple(range(1, most + 1))
     return tuple(np.unique(np.geomspace(1, most, MAX_KS).round().astype(np.int64)).tolist())

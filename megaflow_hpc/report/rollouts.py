@@ -16,9 +16,11 @@ from megaflow_hpc.trajectories.reading.store import TrajectoryStore
 from megaflow_hpc.types import VERIFIED
 
 PHASES = ("environment", "model", "agent", "evaluation")
-"""Phases of a rollout. ``environment``: preparing the sandbox and files. ``model``: model calls, including waits for
-an engine. ``agent``: the agent and its commands. ``evaluation``: the verifier. The remaining time is overhead
-between phases."""
+"""Phases of a rollout.
+
+``environment`` prepares the sandbox and files. ``model`` is model calls, including waits for an engine. ``agent`` is
+the agent and its commands. ``evaluation`` is the verifier. The remaining time is overhead between phases.
+"""
 ERROR_CHARS = 300
 
 
@@ -31,7 +33,7 @@ class Labels(NamedTuple):
     """Index into :attr:`names` for each row. Shape (n)."""
 
     def of(self, row: int) -> str:
-        """Returns the value of a row."""
+        """Returns the value of a row, given its index."""
         return self.names[self.codes[row]]
 
     def where(self, *names: str) -> Mask:
@@ -44,7 +46,7 @@ class RolloutColumns:
     """Columns of all rollouts of a campaign. Every array has shape (n)."""
 
     ids: NDArray[Any]
-    """Ids of the rollouts, as an object array of ``str``."""
+    """Ids of the rollouts as an object array of ``str``."""
     task: Labels
     policy: Labels
     """Name of the policy, followed by ``+`` and the agent if several agents ran rollouts of the policy."""
@@ -53,19 +55,20 @@ class RolloutColumns:
     status: Labels
     error_kind: Labels
     error: NDArray[Any]
-    """Object array of ``str``, truncated to :data:`ERROR_CHARS`. Empty for rollouts without an error."""
+    """Error messages as an object array of ``str``, truncated to :data:`ERROR_CHARS`. Empty for rollouts without an
+    error."""
     node: Labels
     job: Labels
     reward: Floats
-    """NaN if the rollout was not verified or its reward is not finite."""
+    """Reward of each rollout. NaN if the rollout was not verified or its reward is not finite."""
     roles: dict[str, Floats]
-    """Maps each team role to its reward in each rollout. NaN if the role has no reward."""
+    """Reward of each rollout's team roles, by role. NaN if the role has no reward."""
     started_at: Floats
     finished_at: Floats
     phases: dict[str, Floats]
-    """Maps each phase in :data:`PHASES` to its seconds in each rollout. NaN if not recorded."""
+    """Seconds that each rollout spent in each phase of :data:`PHASES`, by phase. NaN if not recorded."""
     cpu_s: Floats
-    """CPU seconds of each rollout's sandboxes. NaN if unknown, as in ``memory_peak_mb`` and ``disk_peak_mb``."""
+    """CPU seconds of each rollout's sandboxes. Unknown values are NaN, here and in the next two columns."""
     memory_peak_mb: Floats
     disk_peak_mb: Floats
     turns: Integers
@@ -153,7 +156,7 @@ def read_rollouts(store: TrajectoryStore) -> RolloutColumns:
 
 
 def attempt_spans(store: TrajectoryStore, rows: RolloutColumns) -> Iterator[tuple[str, Span]]:
-    """Yields (pod's job id, time span) of each attempt at a rollout. Yields final attempts twice."""
+    """Yields (pod's job id, time span) of each attempt at a rollout. Yields each final attempt twice."""
     for row in range(len(rows)):
         yield rows.job.of(row), (float(rows.started_at[row]), float(rows.finished_at[row]))
     column = store.source.column

@@ -1,4 +1,4 @@
-"""Computes time series and distributions. All functions are pure, and their results are bounded in size."""
+"""Computes time series and distributions by pure functions, whose results are bounded in size."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def significant(value: float) -> float:
 
 
 def edges_of(values: Floats, bars: int = 30) -> Floats:
-    """Returns the edges of at most ``bars`` histogram bins over finite numbers. A few distinct integers get a bin
-    each."""
+    """Returns the edges of at most ``bars`` histogram bins over finite numbers. If there are only a few distinct
+    integers, each gets its own bin."""
     finite = values[np.isfinite(values)]
     if not len(finite):
         return np.array([0.0, 1.0])

@@ -1,7 +1,7 @@
-"""Timelines of a run: pods, running and waiting rollouts, slots, and the lane of each rollout.
+"""Computes timelines of a run: pods, running and waiting rollouts, slots, and the lane of each rollout.
 
-If the events of a pod's earlier starts were condensed, these starts form a single entry, whose slot counts are means
-over periods.
+If the events of a pod's earlier starts were condensed, these starts form a single entry. Its slot counts are means over
+periods.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from megaflow_hpc.rundir.summaries import Condensed
 MAX_BARS = 2500
 """Maximum number of rollouts in a timeline."""
 LONGEST_BARS = 100
-"""Number of longest rollouts that a timeline always shows."""
+"""Number of the longest rollouts that a timeline always shows."""
 MAX_POD_ROWS = 64
-"""Maximum number of pods shown. The pods with the most rollouts are shown."""
+"""Maximum number of pods in a timeline. The pods with the most rollouts are shown."""
 ALIVE = ("started", "draining")
 """States of a pod that has not ended."""
 
@@ -42,7 +42,7 @@ class PodHistory:
     node: str = ""
     job: str = ""
     state: str = "started"
-    """State after the last event, or ``gone`` if the pod was killed."""
+    """State after the last event. ``gone`` if the pod was killed."""
     why: str = ""
     started_at: float = 0.0
     last_at: float = 0.0
@@ -50,12 +50,12 @@ class PodHistory:
     slots: int = 0
     """Maximum number of concurrent slots."""
     slot_spans: list[tuple[Span, float]] = field(default_factory=list)
-    """(Time span, slots) of each worker, or (period, mean slots) of condensed starts."""
+    """Time spans with their numbers of slots: one span per worker, or one per period of condensed starts."""
     stored: int = 0
 
     @property
     def element(self) -> str:
-        """Array element of the pod. An element that was requeued has started more than once."""
+        """Array element of the pod. If Slurm requeued the element, several pod starts have the same one."""
         return self.name.rpartition(".")[0]
 
 
@@ -65,13 +65,13 @@ class Events:
 
     pods: list[PodHistory] = field(default_factory=list)
     pod_of: dict[str, str] = field(default_factory=dict)
-    """Maps each rollout id to the pod that stored it."""
+    """Pod that stored each rollout, by rollout id."""
     repeated: Counter[str] = field(default_factory=Counter)
-    """Maps each cause to the number of failed attempts that were retried."""
+    """Number of failed attempts that were retried, by cause."""
     repeated_on: Counter[str] = field(default_factory=Counter)
-    """Maps each pod to the number of failed attempts that were retried."""
+    """Number of failed attempts that were retried, by pod."""
     models: Used = field(default_factory=dict)
-    """Maps each judge, external endpoint and priced model to its usage in stored rollouts."""
+    """Usage of judges, external endpoints and priced models in stored rollouts, by name."""
 
 
 def read_events(run: RunDir) -> Events:
@@ -88,7 +88,7 @@ def read_events(run: RunDir) -> Events:
             continue
         pod = PodHistory(name)
         workers: dict[int, tuple[float, int]] = {}
-        """Maps each rank to (time when the worker became ready, number of its slots)."""
+        """Time at which each worker became ready and its number of slots, by rank."""
         for event in events:
             pod.started_at = pod.started_at or event.t
             pod.last_at = max(pod.last_at, event.t)
@@ -120,7 +120,7 @@ def read_events(run: RunDir) -> Events:
 
 
 def _add_condensed(all_events: Events, name: str, condensed: Condensed) -> None:
-    """Adds an entry for the condensed starts of a pod, up to ``name``."""
+    """Adds an entry for the condensed starts of a pod. ``name`` is the last of these starts."""
     all_events.models = total_use([all_events.models, condensed.models])
     all_events.repeated.update(condensed.retries)
     all_events.repeated_on[name] += sum(condensed.retries.values())
@@ -172,18 +172,18 @@ class Concurrency(msgspec.Struct, kw_only=True):
     """Midpoint of each interval, in seconds since the first rollout started."""
     running: list[float] = []
     waiting: list[float] = []
-    """Rollouts that had not started. Empty if the campaign adds rollouts while it runs."""
+    """Number of rollouts that had not started. Empty if the campaign adds rollouts while it runs."""
     slots: list[float] = []
-    """Slots of all workers. Empty if there are no events."""
+    """Number of slots of all workers. Empty if there are no events."""
     ended: list[float] = []
-    """Rate at which rollouts ended in each interval, per hour."""
+    """Number of rollouts per hour that ended in each interval."""
     peak: int = 0
     slot_use: float | None = None
     """Fraction of slot time during which a rollout was running. ``None`` if unknown."""
 
 
 class PodFigures(msgspec.Struct, kw_only=True):
-    """A start of a pod, or a node if there are no events."""
+    """Figures of one start of a pod. If there are no events, figures of a node."""
 
     pod: str
     node: str

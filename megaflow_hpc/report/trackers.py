@@ -26,7 +26,7 @@ from megaflow_hpc.resources import __version__
 from megaflow_hpc.texts import in_one_line
 
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio", "tensorboard": "tensorboard"}
-"""Maps each tracker to the package that it needs."""
+"""Name of the package that each tracker needs."""
 TIMEOUT_S = 20
 """Seconds after which a tracker counts as unreachable."""
 WANDB_BLOCK, WANDB_HEADER = 32768, 7
@@ -85,7 +85,7 @@ def reported(name: str, points: PointLog) -> Iterator[None]:
 
 
 class TensorBoardTracker:
-    """Writes event files, a new one for each start of the program."""
+    """Writes TensorBoard event files. Each start of the program begins a new file."""
 
     def __init__(self, points: PointLog, project: str, online: bool) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -125,7 +125,7 @@ class TensorBoardTracker:
 
 
 class MlflowTracker:
-    """Logs to an MLflow run, which is found by a tag. Another tag counts the points sent."""
+    """Logs to an MLflow run. One tag of the run identifies it, and another tag counts the points sent."""
 
     POINTS_TAG = "megaflow_hpc.points"
     RUN_TAG = "megaflow_hpc.run"
@@ -169,7 +169,7 @@ class MlflowTracker:
         return len(new)
 
     def _stored(self, new: Sequence[Point]) -> set[tuple[str, int]]:
-        """Returns (key, step) of the points that a killed process sent but did not count."""
+        """Returns (key, step) of the points that a killed process sent and did not count."""
         keys = {key for point in new for key in _mlflow_values(point)}
         known = self._client.get_run(self._run).data.metrics.keys() & keys
         return {(key, metric.step) for key in known for metric in self._client.get_metric_history(self._run, key)}
@@ -261,8 +261,10 @@ class WandbTracker:
 
 
 def _wandb_records(data: bytes) -> Iterator[bytes]:
-    """Yields the records of a local file of Weights & Biases: LevelDB's log format after a header of 7 bytes. Stops at
-    an incomplete record left by a killed process."""
+    """Yields the records of a local file of Weights & Biases, which has LevelDB's log format after a header of 7 bytes.
+
+    Stops at an incomplete record that a killed process left.
+    """
     at, parts = WANDB_HEADER, b""
     while at + WANDB_HEADER <= len(data):
         if WANDB_BLOCK - at % WANDB_BLOCK < WANDB_HEADER:  # the rest of a block is padding

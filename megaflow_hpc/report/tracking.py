@@ -1,5 +1,4 @@
-"""Computes a run's data points for experiment trackers. The points are stored in a file, from which they are sent to
-each tracker.
+"""Computes a run's data points for experiment trackers. Stores them in a file, from which each tracker gets them.
 
 ::
 
@@ -42,9 +41,8 @@ from megaflow_hpc.trajectories.reading.store import Row, open_trajectories
 from megaflow_hpc.types import VERIFIED
 
 WINDOWS = 500
-"""A window contains one rollout until an arm has twice this many rollouts, and from then on 1/500 of the arm's
-rollouts. A million rollouts yield about 4,400 points.
-"""
+"""Number of points after which windows grow. A point covers one rollout until an arm has twice this many rollouts, and
+then 1/500 of the arm's rollouts. A million rollouts yield about 4,400 points."""
 MAX_STEPS = 1_000_000
 
 
@@ -66,7 +64,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Sums(msgspec.Struct):
-    """Sums over rollouts."""
+    """Sums of rewards, durations and other values over rollouts."""
 
     rollouts: int = 0
     verified: int = 0
@@ -80,7 +78,7 @@ class Sums(msgspec.Struct):
     seconds: float = 0.0
 
     def add(self, row: Row, threshold: float) -> None:
-        """Adds a rollout."""
+        """Adds the values of a rollout."""
         self.rollouts += 1
         self.failed += row.status == "failed"
         if row.status in VERIFIED and math.isfinite(row.reward):
@@ -99,16 +97,16 @@ class Sums(msgspec.Struct):
 
 
 class TrackedArm(msgspec.Struct):
-    """A policy, or one of its agents."""
+    """Rollouts of a policy or of one of its agents, from which points are computed."""
 
     total: Sums = msgspec.field(default_factory=Sums)
     window: Sums = msgspec.field(default_factory=Sums)
     """Rollouts that ended since the last point was logged."""
     at: float = 0.0
-    """End of the latest rollout."""
+    """Time at which the latest rollout ended, in Unix seconds."""
 
     def add(self, row: Row, threshold: float) -> None:
-        """Adds a rollout."""
+        """Adds a rollout to the window and to the totals."""
         self.total.add(row, threshold)
         self.window.add(row, threshold)
         if math.isfinite(row.finished_at):
@@ -116,13 +114,15 @@ class TrackedArm(msgspec.Struct):
 
     @property
     def is_due(self) -> bool:
-        """True if the window is complete."""
+        """True if the window has enough rollouts for a point."""
         return self.window.rollouts >= max(1, self.total.rollouts // WINDOWS)
 
     def values(self) -> dict[str, float]:
-        """Returns the values of a point, and begins a new window. ``reward``, ``passed``, ``seconds``,
-        ``tokens_per_rollout``, ``sequences_per_rollout`` and ``calls_per_rollout`` are means over the window. All other
-        values cover the whole campaign so far."""
+        """Returns the values of a point, and begins a new window.
+
+        ``reward``, ``passed``, ``seconds``, ``tokens_per_rollout``, ``sequences_per_rollout`` and ``calls_per_rollout``
+        are means over the window. All other values cover the whole campaign so far.
+        """
         total, window = self.total, self.window
         values: dict[str, float] = {"rollouts": total.rollouts, "failed": total.failed}
         values |= {"tokens": total.tokens, "sampled_tokens": total.sampled_tokens}
@@ -141,7 +141,7 @@ class TrackedArm(msgspec.Struct):
 
 
 class Position(msgspec.Struct):
-    """How far a run has been read."""
+    """How far a run has been read, and which points count."""
 
     run: str = ""
     points: int = 0
@@ -150,9 +150,9 @@ class Position(msgspec.Struct):
     cursor: dict[str, Any] | None = None
     """Cursor of the :class:`~megaflow_hpc.trajectories.reading.follow.Follower`."""
     gathered: bool = False
-    """True if the rollouts were read from ``trajectories.h5``, because the run has no journals."""
+    """True if the rollouts were read from ``trajectories.h5``. This is done if the run has no journals."""
     steps: dict[str, int] = {}
-    """Maps each policy to the last training step that was read."""
+    """The last training step that was read, by policy."""
     arms: dict[str, TrackedArm] = {}
 
 
@@ -173,11 +173,11 @@ class PointLog:
         self._trainings = {policy: TrainingView(run, policy) for policy in training.policies} if training else {}
 
     def _load(self) -> None:
-        """Continues from the stored position."""
+        """Reads the stored position, in order to continue from it."""
         self.position = self._read_position()
         self._follower = Follower(self.run, cursor=self.position.cursor)
         self._complete = True
-        """False if the position in memory is ahead of the stored one."""
+        """False if memory contains a position that is not stored yet."""
 
     def _read_position(self) -> Position:
         try:
@@ -251,8 +251,8 @@ class PointLog:
         return f"{row.policy}+{row.agent.rpartition(':')[2]}" if several else row.policy
 
     def _append(self, data: bytes, size: int) -> int:
-        """Truncates the file to its first ``size`` bytes, because a killed process may have left more, and appends to
-        it."""
+        """Truncates the file to its first ``size`` bytes and appends to it. A killed process may have left more
+        bytes."""
         with os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600), "r+b") as file:
             if os.fstat(file.fileno()).st_size < size:
                 raise ConfigError(f"{self.path}: shorter than {self._position_file} says; track into another directory")
@@ -279,7 +279,7 @@ class PointLog:
 
 @contextmanager
 def open_points(run: RunDir, folder: Path) -> Iterator[PointLog]:
-    """Opens the points of a run, which only one process may extend at a time.
+    """Opens the points of a run. Only one process at a time may extend them.
 
     Raises:
         ConfigError: ``folder`` cannot be written, contains another run's points, or another process extends it.

@@ -1,7 +1,8 @@
-"""Selects the transcripts for a page: all of them if they fit, otherwise the most interesting ones, with their images.
+"""Selects the transcripts for a page: all of them if they fit, otherwise the most interesting ones. Includes their
+images.
 
-Messages keep their tool calls and text. Long text is shortened in the middle. The page states how many transcripts
-it contains and how many were omitted. A transcript states how many of its images were omitted.
+Messages keep their tool calls and text. Long text is shortened in the middle. The page states how many transcripts it
+contains and how many were omitted. A transcript states how many of its images were omitted.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from megaflow_hpc.trajectory import Image, image_label, image_parts, shown_image
 
 VERIFIER_LOG = "verifier.log"
 Wanted = int | Literal["all", "some", "none"]
-"""Number of transcripts to include, or ``all``, ``some`` (as many as fit) or ``none``."""
+"""Number of transcripts to include. ``some`` includes as many as fit in the default limit."""
 
 MAX_BYTES = 1_000_000
-"""Maximum size in bytes of compressed transcripts in a page, unless the user requests a number or all. Base64 adds a
-third."""
+"""Maximum size in bytes of a page's compressed transcripts. It does not apply if the user requests a number or all.
+Base64 adds a third."""
 MAX_IMAGE_BYTES = 20_000_000
 """Maximum size in bytes of the images in a page. Each image is embedded once, and base64 adds a third."""
 IMAGE_SHARES = 8
 """A transcript uses at most 1/IMAGE_SHARES of a run's image bytes, so that a long transcript leaves space for
 others."""
 MAX_TRANSCRIPTS = 2000
-"""Maximum number of transcripts. Each requires a separate read."""
+"""Maximum number of transcripts in a page. Each requires a separate read."""
 MAX_MESSAGE_CHARS = 12_000
 """Maximum number of characters in a message. Longer messages keep their beginning and end."""
 MAX_MESSAGES = 400
@@ -133,14 +134,18 @@ def transcript_of(row: Row) -> Transcript:
             messages.append({"role": "report", "text": heading(number, conversation)})
         own = conversation.messages[conversation.shared if len(conversations) > 1 else 0 :]
         messages += messages_of(own, labels)
-    if log := next((one.data for one in reversed(row.artifacts) if one.name == VERIFIER_LOG), b"").strip():
-        messages.append({"role": "verifier", "text": cut(log.decode("utf-8", "backslashreplace"))})
+    logs = [artifact.data.strip() for artifact in row.artifacts if artifact.name == VERIFIER_LOG]
+    if logs and logs[-1]:
+        messages.append({"role": "verifier", "text": cut(logs[-1].decode("utf-8", "backslashreplace"))})
     return messages
 
 
 def messages_of(messages: list[dict[str, Any]], labels: Mapping[str, str] = NO_LABELS) -> Transcript:
-    """Converts OpenAI messages to a transcript. In the text, images are replaced by their ``labels``, and other
-    non-text content by JSON. Images with a label are also listed."""
+    """Converts OpenAI messages to a transcript.
+
+    In the text, images are replaced by their ``labels``, and other non-text content by JSON. Images with a label are
+    also listed.
+    """
     if len(messages) > MAX_MESSAGES:
         left_out = f"{len(messages) - MAX_MESSAGES} messages are omitted"
         middle = {"role": "report", "content": left_out}
@@ -153,7 +158,8 @@ def _message(message: dict[str, Any], labels: Mapping[str, str]) -> dict[str, An
     if images := image_parts(message):
         content = [image_label(part, labels) if part in images else part for part in message["content"]]
     shown: dict[str, Any] = {"role": str(message.get("role", ""))[:40], "text": cut(_text(content))}
-    if stored := {name: labels[name] for name in shown_images([message]) if name and name in labels}:
+    stored = {name: labels[name] for name in shown_images([message]) if name and name in labels}
+    if stored:
         shown["images"] = stored
     thought = message.get("reasoning") or message.get("reasoning_content")
     if thought:

@@ -1,13 +1,13 @@
-"""Amendments: changes to training steps that are not committed yet.
+"""Reads and writes amendments, which change training steps that are not committed yet.
 
 ::
 
     RUN/training/<policy>/amendments/000003.json    :class:`Amendment`
 
-The plan of a step is immutable. To change a step, the user or the trainer adds an amendment, which skips a rollout,
-skips the whole step, or changes a setting. Amendments are immutable too, and are claimed like plans: a hard link to the
-next free number succeeds for only one process. Each commit records how many amendments existed when its step was
-trained, so a step repeated after a crash applies the same ones.
+The plan of a step is immutable. To change a step, the user or the trainer adds an amendment. It skips a rollout, skips
+the whole step, or changes a setting. Amendments are immutable too. They are claimed like plans: a hard link to the next
+free number succeeds for only one process. Each commit records how many amendments existed when its step was trained. So
+a step that is repeated after a crash applies the same ones.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Amendment(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
 
 
 class Amendments:
-    """The amendments to one policy's training. Each record is read once and cached."""
+    """The amendments to one policy's training. Caches each record after the first read."""
 
     def __init__(self, run: RunDir, policy: str) -> None:
         self._run, self.path = run, run.training / policy / "amendments"
@@ -79,7 +79,7 @@ class Amendments:
                 raise ConfigError(f"{path}: cannot be read ({error}); the run directory is damaged") from None
 
     def claim(self, amendment: Amendment) -> int:
-        """Publishes an amendment durably under the next free number, and returns that number."""
+        """Stores an amendment durably under the next free number, and returns that number."""
         for folder in (self._run.training, self.path.parent, self.path):
             make_directory(folder)
         while True:
@@ -134,8 +134,8 @@ def skip(run: RunDir, policy: str, step: int, rollout: str | None = None, cause:
     """Leaves one rollout out of a step. Without ``rollout``, skips the whole step.
 
     Returns:
-        The amendment's number, and whether the step is already planned. If it is, a trainer may be training it, and the
-        amendment takes effect only if that attempt is not committed.
+        The amendment's number, and whether the step is already planned. If it is, a trainer may be training it. The
+        amendment then takes effect only if that attempt is not committed.
 
     Raises:
         ConfigError: The step is committed, or the rollout is not in its plan. Nothing is changed.

@@ -1,9 +1,9 @@
-"""Usage of a campaign, and its total limits: ``limits.core_hours``, ``limits.gpu_hours``, ``limits.wall`` and
-``limits.usd``.
+"""Tracks the usage of a campaign against its total limits.
 
-Every pod reports the core-seconds of its allocation and the price of its model calls in its lease. Every engine server
-reports its GPU-seconds in a separate file. One pod sums the reports for the whole campaign. A campaign can exceed a
-limit by at most its usage between two polls. The jobs exchange no messages and do not query Slurm.
+The limits are ``limits.core_hours``, ``limits.gpu_hours``, ``limits.wall`` and ``limits.usd``. Every pod reports the
+core-seconds of its allocation and the price of its model calls in its lease. Every engine server reports its
+GPU-seconds in a separate file. One pod sums the reports for the whole campaign. A campaign can exceed a limit by at
+most its usage between two polls. The jobs exchange no messages and do not query Slurm.
 
 ::
 
@@ -94,7 +94,7 @@ class CampaignBudget:
             write_json(self._run.raised_limits, {**self.limits(), **limits})
 
     def exceeded(self, leases: Mapping[str, Mapping[str, Any]]) -> str:
-        """Returns a sentence that describes the first exceeded limit. Empty if none is exceeded.
+        """Returns a sentence that describes the first exceeded limit. Returns an empty string if none is exceeded.
 
         Args:
             leases: The lease of each pod start, with ``core_s``, ``usd`` and ``began_at`` (Unix timestamp in seconds).
@@ -115,8 +115,10 @@ class CampaignBudget:
             wall_h = (time.time() - first) / 3600
             if wall_h >= wall:
                 return f"the first pod started {wall_h:.2f} hours ago, limits.wall is {wall:g}"
-        if usd is not None and (spent := spent_usd(leases)) >= usd:
-            return f"{spent:.2f} US dollars are spent on model calls, limits.usd is {usd:g}"
+        if usd is not None:
+            spent = spent_usd(leases)
+            if spent >= usd:
+                return f"{spent:.2f} US dollars are spent on model calls, limits.usd is {usd:g}"
         return ""
 
     def _gpu_s(self) -> float:
@@ -155,14 +157,14 @@ class Meter:
 
 
 def gpus_of(planned: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Returns the number of GPUs of an engine server: Slurm's number if known, otherwise ``planned``."""
+    """Returns the number of GPUs of an engine server. Slurm's number replaces ``planned`` if it is known."""
     gpus = environment.get("SLURM_GPUS_ON_NODE", "") if environment.get("SLURM_ARRAY_JOB_ID") else ""
     nodes = environment.get("SLURM_JOB_NUM_NODES", "1")
     return int(gpus) * int(nodes) if gpus.isdigit() and nodes.isdigit() else planned
 
 
 def held_before(file: Path) -> float:
-    """Returns the GPU-seconds recorded in a server's report. 0 if there is no valid report."""
+    """Returns the GPU-seconds recorded in a server's report. Returns 0 if there is no valid report."""
     try:
         return read_json(file, GpuTime).gpu_s
     except (FileNotFoundError, ValueError):
@@ -175,7 +177,7 @@ def spent_usd(leases: Mapping[str, Mapping[str, Any]]) -> float:
 
 
 def measured(value: object) -> float | None:
-    """Validates a number of seconds or dollars read from a file. Returns ``None`` if the value is implausible."""
+    """Checks a number of seconds or dollars read from a file. Returns ``None`` if the value is implausible."""
     return float(value) if isinstance(value, int | float) and 0 <= value <= MAX_S else None
 
 
@@ -183,7 +185,7 @@ def measured(value: object) -> float | None:
 
 
 class ModelUse(msgspec.Struct, omit_defaults=True):
-    """Usage of one judge or one priced model. Counted separately from the policies' tokens."""
+    """Token usage and price of one judge or one priced model. It does not count as usage of the policies."""
 
     calls: int = 0
     prompt_tokens: int = 0
@@ -198,7 +200,7 @@ class ModelUse(msgspec.Struct, omit_defaults=True):
 
 
 Used = dict[str, ModelUse]
-"""Maps each model to its usage."""
+"""Usage by model name."""
 
 
 def total_use(uses: Iterable[Mapping[str, ModelUse]]) -> Used:

@@ -1,4 +1,4 @@
-"""``RUN/endpoints``: files that engine servers publish, and the keys for sending them requests.
+"""Reads and writes ``RUN/endpoints``: files that engine servers publish, and the keys for sending them requests.
 
 ::
 
@@ -30,11 +30,11 @@ T = TypeVar("T")
 
 FAILED, LOADING, LISTING, STARTING = ".failed.json", ".loading", ".listing", ".starting"
 STALE_S = 100.0
-"""Consider a server dead after this many seconds without a heartbeat. Equals three heartbeat periods."""
+"""A server counts as dead after this many seconds without a heartbeat. This is three heartbeat periods."""
 
 
 SERVICE = "service:"
-"""Prefix of a service's name where a policy name is expected. Policy names cannot contain colons."""
+"""Prefix of a service's name where a policy name is expected. A policy name cannot contain a colon."""
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ class Load(msgspec.Struct, frozen=True):
     waiting: int = 0
     """Number of requests waiting in the engine's queue or, in a pool, at the proxy."""
     wait_s: float = 0.0
-    """Seconds until the last queued request starts, at the rate of the past half minute."""
+    """Expected seconds until the last queued request starts, based on the throughput of the past 30 seconds."""
 
 
 class RefusedWeights(msgspec.Struct):
@@ -63,12 +63,12 @@ class Endpoint(msgspec.Struct, kw_only=True):
     policy: str
     url: str
     key: str = ""
-    """Bearer token. Left empty in the endpoints that an engine pool advertises."""
+    """Bearer token for requests. Empty in the endpoints that an engine pool advertises."""
     model_name: str = ""
     protocol: str = "plain"
     """Protocol between gateway and engine: ``text``, ``plain`` or ``split``."""
     template: str = ""
-    """How the served chat template treats earlier messages. Empty if unknown."""
+    """How the served chat template treats earlier messages of a conversation. Empty if unknown."""
     weight: float = 1.0
     """Relative share of the policy's requests that this server receives."""
     tls_fingerprint: str = ""
@@ -83,7 +83,7 @@ class Endpoint(msgspec.Struct, kw_only=True):
     weight_version: int = 0
     refused: RefusedWeights | None = None
     down: str = ""
-    """Reason the engine did not answer the latest request. Empty if it answered."""
+    """Reason why the engine did not answer the latest request. Empty if it answered."""
     in_flight: int = 0
     """Number of requests that are queued or being processed."""
     waiting: int = 0
@@ -135,7 +135,7 @@ class EndpointListing(msgspec.Struct, kw_only=True):
     generation: str
     """Digest of the fields that gateways depend on. It changes only if one of them does."""
     found: dict[str, Any]
-    """Maps the name of each endpoint file to its content. For a pool's server, ``key`` is this campaign's own key."""
+    """Content of each endpoint file by file name. For a pool's server, ``key`` is this campaign's own key."""
 
 
 class Heartbeats:
@@ -151,7 +151,7 @@ class Heartbeats:
         """Maps each name to its latest state and the time at which this process first saw that state."""
 
     def unchanged_s(self, name: str, state: object) -> float:
-        """Returns how long this process has seen ``name`` in this state, in seconds. 0 for a new state."""
+        """Returns how many seconds ago this process first saw ``name`` in this state. Returns 0 for a new state."""
         now = self._clock()
         before, since = self._seen.setdefault(name, (state, now))
         if before != state:
@@ -177,8 +177,8 @@ class EndpointFiles:
         return [endpoint for endpoint in endpoints if endpoint.url and policy in (None, endpoint.policy)]
 
     def written_at(self, endpoint: Endpoint) -> float:
-        """Returns the time of a server's latest heartbeat in Unix seconds, by the file system's clock. 0 if its file no
-        longer exists."""
+        """Returns the time of a server's latest heartbeat in Unix seconds, by the file system's clock. Returns 0 if its
+        file no longer exists."""
         try:
             return self._file(endpoint.server).stat().st_mtime
         except OSError:
@@ -249,11 +249,11 @@ class EndpointFiles:
         self._write(self._folder / LISTING, listing)
 
     def listing(self) -> EndpointListing | None:
-        """Returns the listing that one pod has published. ``None`` if there is none."""
+        """Returns the listing of endpoints that one pod has published. Returns ``None`` if there is none."""
         return try_read_json(self._folder / LISTING, EndpointListing)
 
     def withdraw(self, server: str, start: str) -> bool:
-        """Withdraws the files that this start of a server published. Returns False if a later start replaced them."""
+        """Withdraws the files that this start of a server published. Returns false if a later start replaced them."""
         endpoint = try_read_json(self._file(server), Endpoint)
         if endpoint is None or endpoint.start != start:
             return False
@@ -261,7 +261,7 @@ class EndpointFiles:
         return True
 
     def withdraw_loading(self, server: str, start: str) -> None:
-        """Withdraws the loading file that this start published. Keeps the file of a later start."""
+        """Withdraws the loading file that this start of a server published. Keeps the file of a later start."""
         loading = try_read_json(self._loading_file(server), LoadingServer)
         if loading is not None and loading.start == start:
             self._loading_file(server).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Engine pools: one campaign's model servers, shared with other campaigns and possibly with other users.
+"""Shares one campaign's model servers with other campaigns, and possibly with other users, as an engine pool.
 
 ::
 
@@ -38,9 +38,9 @@ class AboutPool(msgspec.Struct):
     """Public description of a pool."""
 
     policies: dict[str, int]
-    """Maps each policy to its number of servers."""
+    """Number of servers by policy."""
     share: str = "user"
-    """Who may use the pool: ``user`` (only its owner) or ``group``."""
+    """Who may use the pool: ``user`` for only its owner, or ``group``."""
 
 
 class EnginePool:
@@ -55,8 +55,8 @@ class EnginePool:
         """Creates the pool's directories.
 
         Args:
-            policies: Maps each policy to its number of servers.
-            share: Who may use the pool: ``user`` (only its owner) or ``group``.
+            policies: Number of servers by policy.
+            share: Who may use the pool: ``user`` for only its owner, or ``group``.
         """
         group = share == "group"
         # The setgid bit makes new files inherit the run directory's group instead of the writer's.
@@ -77,14 +77,14 @@ class EnginePool:
 
     @property
     def closed(self) -> str:
-        """Reason clients should not wait for the pool's servers. Empty while the pool is open."""
+        """Reason why clients should not wait for the pool's servers. Empty while the pool is open."""
         run = self.path.parent
         if not self._cancelled.exists():
             return ""
         return f"the engine pool {run} was cancelled; its owner can continue it with: megaflow-hpc resume {run}"
 
     def policy(self, name: str) -> str:
-        """Returns the pool's policy to use for a campaign's policy ``name``.
+        """Returns the pool's policy that serves a campaign's policy ``name``.
 
         This is the policy with the same name, or the only policy of a pool that has just one.
 
@@ -99,7 +99,7 @@ class EnginePool:
         return name if name in record else next(iter(record))
 
     def about(self) -> dict[str, int]:
-        """Returns a mapping from policy to number of servers.
+        """Returns the number of servers by policy.
 
         Raises:
             ConfigError: The directory is not a pool, this user may not use it, or another user could replace it and
@@ -151,7 +151,7 @@ class EnginePool:
             raise ConfigError(f"{self.members}: cannot enrol in this pool: {error.strerror}") from None
 
     def users(self) -> dict[str, str]:
-        """Returns a mapping from key digest to the login name of the user who registered it."""
+        """Returns the login name of each member, by the digest of its key."""
         users = {}
         for path in self.members.iterdir():
             if DIGEST.fullmatch(path.name):
@@ -176,7 +176,7 @@ def digest_of(key: str) -> str:
 
 
 def pool_servers(membership: PoolMembership) -> list[Endpoint]:
-    """Returns the servers of a pool that serve a campaign's policy, with the campaign's own names and key."""
+    """Returns the servers of a pool that serve a campaign's policy. They have the campaign's own names and key."""
     servers = EnginePool(membership.pool).serving(membership.theirs)
     for server in servers:
         server.server, server.policy = f"{membership.policy}@{server.server}", membership.policy

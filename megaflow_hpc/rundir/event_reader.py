@@ -1,4 +1,4 @@
-"""Incremental reader of a run's event files. Handles pods that condense the files of their earlier starts."""
+"""Reads a run's event files incrementally, although pods condense the files of their earlier starts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megaflow_hpc.rundir.events import AnyEvent, decode
 from megaflow_hpc.rundir.summaries import CONDENSED, EVENTS, Condensed, Summary, start_number
 
 PIECE = 16 << 20
-"""Number of bytes to read from an event file at a time. Pods never write longer lines."""
+"""Number of bytes to read from an event file at a time. Pods write no longer lines."""
 PASSES = 5
-"""Maximum number of directory listings per read. More than one is needed only while a pod condenses events."""
+"""Maximum number of directory listings for each read. More than one is needed only while a pod condenses events."""
 _FINAL_EVENT = re.compile(rb'"event": "pod".*"state": "(done|drained|paused)"')
 """Matches the final event of a pod. Nothing is appended to its file afterwards."""
 
@@ -29,13 +29,13 @@ class PodFiles:
     """Names of the event files of one pod."""
 
     starts: dict[str, str] = field(default_factory=dict)
-    """Maps each start to the name of its event file."""
+    """Name of the event file of each start."""
     condensed: list[int] = field(default_factory=list)
-    """For each condensed file, the last start that it covers, highest first. Usually there is at most one such file."""
+    """The last start that each condensed file covers, highest first. Usually there is at most one such file."""
 
 
 def list_pods(folder: Path, only: str = "") -> dict[str, PodFiles]:
-    """Returns a mapping from pod to event files, for all pods or only one. Lists the directory once. Raises OSError."""
+    """Returns the event files of all pods, or of one pod, by pod. Lists the directory once. Raises OSError."""
     pods: dict[str, PodFiles] = {}
     try:
         names = sorted(name for name in os.listdir(folder) if not only or name.startswith(f"{only}."))
@@ -48,8 +48,8 @@ def list_pods(folder: Path, only: str = "") -> dict[str, PodFiles]:
             continue
         if suffix == EVENTS:
             pods.setdefault(pod, PodFiles()).starts[start] = name
-        elif suffix == CONDENSED and (number := start_number(start)) >= 0:
-            pods.setdefault(pod, PodFiles()).condensed.append(number)
+        elif suffix == CONDENSED and start_number(start) >= 0:
+            pods.setdefault(pod, PodFiles()).condensed.append(start_number(start))
     for files in pods.values():
         files.condensed.sort(reverse=True)
     return pods
@@ -58,9 +58,9 @@ def list_pods(folder: Path, only: str = "") -> dict[str, PodFiles]:
 class EventReader:
     """Reads the events of a run incrementally. Keeps files open between reads, within the descriptor limit.
 
-    When a pod has condensed events that were only partly read, the reader calls ``restart`` and begins again. Without
-    ``restart``, it yields the :class:`~.summaries.Condensed` record in addition to the events already read. The
-    record's ``seen`` is True if the reader has already yielded everything that it replaces.
+    A pod may condense events of which this reader has read only a part. The reader then calls ``restart`` and begins
+    again. Without ``restart``, it yields the :class:`~.summaries.Condensed` record in addition to the events already
+    read. The record's ``seen`` is true if the reader has already yielded everything that it replaces.
 
     Args:
         folder: ``RUN/events``.
@@ -84,11 +84,11 @@ class EventReader:
         self._mark = f'"event": "{only}"'.encode() if only else b""
         self._about = f'"id": "{about}"'.encode("utf-8", "replace") if about else b""
         self._offsets: dict[str, dict[str, int]] = {}
-        """Maps pod and start to the number of bytes read."""
+        """Number of bytes read, by pod and start."""
         self._covered: dict[str, int] = {}
-        """Maps each pod to the last start that its yielded condensed events cover."""
+        """The last start that the condensed events yielded so far cover, by pod."""
         self._ended: set[Path] = set()
-        """Files that will not grow any more."""
+        """Event files to which nothing will be appended any more."""
         self._open: dict[Path, BinaryIO] = {}
         self._most_open = 0
         self._readers.add(self)
@@ -109,7 +109,7 @@ class EventReader:
                 return
 
     def _read_all(self) -> Generator[tuple[str, list[AnyEvent | Summary]], None, bool]:
-        """Reads every file once. Returns False if a file vanished because a pod condensed its events."""
+        """Reads every file once. Returns false if a file vanished because a pod condensed its events."""
         complete = True
         for pod, files in list_pods(self._folder).items():
             for number in files.condensed:
@@ -142,7 +142,7 @@ class EventReader:
         return complete
 
     def _may_continue(self, pod: str, number: int, condensed: Condensed) -> bool:
-        """Replaces a pod's earlier events with ``condensed``. Returns False if the caller must read the events again
+        """Replaces a pod's earlier events with ``condensed``. Returns false if the caller must read the events again
         from the start."""
         read = {start: size for start, size in self._offsets.get(pod, {}).items() if start_number(start) <= number}
         before = self._covered.get(pod, -1)
@@ -197,9 +197,11 @@ class EventReader:
             return []
         events: list[AnyEvent | Summary] = []
         offsets = self._offsets.setdefault(pod, {})
-        if start not in offsets and self._use_summaries and (summary := summaries.read(path)) is not None:
-            offsets[start] = summary.covers
-            events.append(summary)
+        if start not in offsets and self._use_summaries:
+            summary = summaries.read(path)
+            if summary is not None:
+                offsets[start] = summary.covers
+                events.append(summary)
         try:
             lines, offsets[start] = self._read_appended(path, offsets.get(start, 0))
         except OSError:
@@ -210,8 +212,10 @@ class EventReader:
             self._close(path)
             self._ended.add(path)
         for line in lines:
-            if self._mark in line and self._about in line and (event := decode(line)) is not None:
-                events.append(event)
+            if self._mark in line and self._about in line:
+                event = decode(line)
+                if event is not None:
+                    events.append(event)
         return events
 
     def _read_appended(self, path: Path, offset: int) -> tuple[list[bytes], int]:

@@ -1,4 +1,4 @@
-"""Pod events: ``RUN/events/<pod>.<start>.jsonl``, one JSON object per line, append-only.
+"""Defines, encodes and writes pod events: ``RUN/events/<pod>.<start>.jsonl``, one JSON object per line, append-only.
 
 Only :class:`EventWriter` writes these files. :class:`~megaflow_hpc.rundir.event_reader.EventReader` reads them. Results
 do not depend on the events, so they are flushed but not fsynced. A background thread writes them, so the pod's event
@@ -33,7 +33,7 @@ Time = Annotated[float, Meta(ge=0, le=253_402_300_799)]
 """Unix timestamp in seconds, up to the year 9999. A record with a value outside this range is damaged."""
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Number = Annotated[float, Meta(ge=-3.4028234663852886e38, le=3.4028234663852886e38)]
-"""A measurement or reward, within the range of float32 so that sums cannot overflow. Never NaN."""
+"""A measurement or reward, never NaN. It is within the range of float32, so that sums cannot overflow."""
 
 
 Outcome = Annotated[str, Meta(pattern=rf"\A(?:{'|'.join(get_args(Status))})\Z")]
@@ -41,7 +41,7 @@ Outcome = Annotated[str, Meta(pattern=rf"\A(?:{'|'.join(get_args(Status))})\Z")]
 
 
 class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event"):
-    """Base class of all events. Each is one line of an event file, without fields that are ``None``.
+    """Base class of all events. Each event is one line of an event file. Fields that are ``None`` are omitted.
 
     The most frequent kinds contain only strings and numbers, so the garbage collector need not track them
     (``gc=False``).
@@ -52,7 +52,7 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event")
 
 
 class PodEvent(Event, tag="pod"):
-    """The pod started, is draining or ended. ``state`` is ``started``, ``draining`` or the pod's final state."""
+    """Event: the pod started, is draining or ended. ``state`` is ``started``, ``draining`` or the pod's final state."""
 
     state: str
     job_id: str | None = None
@@ -63,7 +63,7 @@ class PodEvent(Event, tag="pod"):
 
 
 class WorkerEvent(Event, tag="worker"):
-    """A worker rank is ``ready``, ``lost`` or ``excluded`` (it receives no more work)."""
+    """Event: a worker rank is ``ready``, ``lost`` or ``excluded``. An excluded rank receives no more work."""
 
     rank: Count
     state: str
@@ -73,7 +73,7 @@ class WorkerEvent(Event, tag="worker"):
 
 
 class EngineEvent(Event, tag="engine"):
-    """An engine server in the pod's own allocation is ready to serve."""
+    """Event: an engine server in the pod's own allocation is ready to serve."""
 
     rank: Count
     state: str
@@ -81,7 +81,7 @@ class EngineEvent(Event, tag="engine"):
 
 
 class StartEvent(Event, tag="start", gc=False):
-    """An attempt at a rollout started on a worker rank."""
+    """Event: an attempt at a rollout started on a worker rank."""
 
     id: str
     rank: Count
@@ -89,7 +89,7 @@ class StartEvent(Event, tag="start", gc=False):
 
 
 class RolloutEvent(Event, tag="rollout", omit_defaults=False, gc=False):
-    """The result of a rollout was stored."""
+    """Event: the result of a rollout was stored."""
 
     id: str
     status: Outcome
@@ -100,19 +100,19 @@ class RolloutEvent(Event, tag="rollout", omit_defaults=False, gc=False):
     seconds: Number = 0.0
     turns: Count = 0
     inexact: Count = 0
-    """Number of turns with inexact token ids."""
+    """Number of turns whose token ids are not exactly the sampled ones."""
     constrained: Count = 0
-    """Number of turns with constrained tokens."""
+    """Number of turns with tokens that a grammar or similar constrained."""
     cpu_s: Number | None = None
-    """CPU seconds used by the rollout's sandboxes. ``None`` if unknown, as for the next two fields."""
+    """CPU seconds used by the rollout's sandboxes. ``None`` if unknown. The same applies to the next two fields."""
     memory_peak_mb: Number | None = None
     disk_peak_mb: Number | None = None
     models: Used = {}
-    """Maps each judge and each priced model to its usage."""
+    """Usage of judges and priced models, by name."""
 
 
 class AttemptEvent(Event, tag="attempt", gc=False):
-    """An attempt failed and will be retried. ``kind`` is the error kind."""
+    """Event: an attempt failed and will be retried. ``kind`` is the error kind."""
 
     id: str
     attempt: Count
@@ -125,12 +125,12 @@ AnyEvent = PodEvent | WorkerEvent | EngineEvent | StartEvent | RolloutEvent | At
 
 
 def shown(error: str) -> str:
-    """Truncates an error message for an event."""
+    """Truncates an error message to :data:`ERROR_CHARS`."""
     return error[:ERROR_CHARS]
 
 
 def rounded(value: float | None, digits: int) -> float | None:
-    """Rounds a measurement for an event. Returns ``None`` if the value is unknown or NaN."""
+    """Rounds a measurement for an event. Returns ``None`` for an unknown value and for NaN."""
     return None if value is None or math.isnan(value) else round(value, digits)
 
 

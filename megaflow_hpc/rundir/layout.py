@@ -135,7 +135,8 @@ class RunDir:
         """Checks that the directory can be created, before anything else is prepared. Leaves no files behind.
 
         Raises:
-            ConfigError: As :meth:`check_place`, or an existing parent is not writable or does not support hard links.
+            ConfigError: :meth:`check_place` failed, or an existing parent is not writable or does not support hard
+                links.
         """
         parent = next(path for path in (self.path, *self.path.absolute().parents) if os.path.isdir(path))
         try:
@@ -147,7 +148,8 @@ class RunDir:
         self.check_place()
 
     def full(self) -> str:
-        """Returns an error message if the file system is full. Empty if there is space, or if that is unknown."""
+        """Returns an error message if the file system is full. Returns an empty string if it has space or this is
+        unknown."""
         try:
             free = os.statvfs(self.path)
         except OSError:
@@ -173,7 +175,7 @@ class RunDir:
         return self.events / f"{pod}.{start}.jsonl"
 
     def log(self, role: str) -> str:
-        """Returns the log path as a Slurm filename pattern, with the array's job id and the element's index."""
+        """Returns the path of a log as a Slurm filename pattern with job id and array index."""
         return str(self.logs / f"{role}-%A_%a.log")
 
 

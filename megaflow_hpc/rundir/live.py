@@ -37,7 +37,7 @@ STALE_S = 45.0
 STALE_VIEWER_CLEANUP_S = 600.0
 """Delete a vanished viewer's file after this many seconds."""
 MAX_ROLLOUTS = 128
-"""Maximum number of rollouts requested, summed over all viewers."""
+"""Maximum number of rollouts that all viewers together may request."""
 MAX_TRANSCRIPTS = 4
 MAX_BYTES = 8 << 20
 """Maximum file size in bytes. Larger files are ignored."""
@@ -128,13 +128,15 @@ class LiveFiles:
             (self._folder / self._own).unlink(missing_ok=True)
 
     def status(self, pod: str) -> PodLiveStatus | None:
-        """Returns the live status that a pod start (``<pod>.<start>``) has published. ``None`` if there is none."""
+        """Returns the live status that a pod start (``<pod>.<start>``) has published. Returns ``None`` if there is
+        none."""
         return try_read_json(self._folder / f"{pod}.json", PodLiveStatus, MAX_BYTES)
 
     # --- for pods ---
 
     def asked(self) -> Asked:
-        """Returns the combined requests of all viewers. Costs one listing and one read per viewer. Raises OSError."""
+        """Returns the combined requests of all viewers. Needs one listing, and one read for each viewer. Raises
+        OSError."""
         try:
             names = [name for name in os.listdir(self._folder) if name.endswith(".ask") and not name.startswith(".")]
         except FileNotFoundError:
@@ -162,7 +164,7 @@ class LiveFiles:
 
 
 class Viewers:
-    """Serves a run's viewers on behalf of one pod. Ignores disk errors.
+    """Answers the viewers' requests on behalf of one pod. Ignores disk errors.
 
     Args:
         pod: ``<pod>.<start>``.
@@ -171,7 +173,7 @@ class Viewers:
     def __init__(self, run: RunDir, pod: str) -> None:
         self._run, self._pod, self._files = run, pod, LiveFiles(run)
         self.asked = Asked()
-        """Rollouts requested as of the last poll."""
+        """Rollouts that viewers requested at the last poll."""
         self._shows = False
         self._polled_at = 0.0
 
@@ -194,7 +196,7 @@ class Viewers:
         self.show(PodLiveStatus())
 
     def clear_earlier(self) -> None:
-        """Removes the files of this pod's earlier starts, which remain if a start was killed."""
+        """Removes the status files of this pod's earlier starts. A start that was killed leaves its file."""
         pod, _, start = self._pod.rpartition(".")
         with suppress(OSError):
             for name in os.listdir(self._run.live):

@@ -1,4 +1,4 @@
-"""Reads a run's logs: lists them, returns their last lines, and finds all lines about one rollout.
+"""Reads a run's logs. It lists them, returns their last lines, and finds all lines about one rollout.
 
 Each process of a run writes ``RUN/logs/<role>-<job>.log``, or ``<role>-local.log`` without Slurm. An engine writes
 ``<policy>.<n>.engine.log``. In a pod's log, lines about a rollout start with its id. Logs contain untrusted text, can
@@ -54,7 +54,7 @@ class Log:
 
     @property
     def last(self) -> str:
-        """The last line, truncated if long. Every access reads the file again."""
+        """The last line, truncated if it is long. Every access reads the file again."""
         try:
             lines = tail(self.path, 1, _END).lines if self.bytes else []
         except OSError:  # removed in the meantime
@@ -115,7 +115,7 @@ def find_log(run: RunDir, wanted: str) -> Log:
 
 
 def pod_log(run: RunDir, pod: str) -> Path | None:
-    """Returns the path of a pod's log, given ``<pod>.<start>``. ``None`` if it does not exist."""
+    """Returns the path of the log of a pod start (``<pod>.<start>``). Returns ``None`` if it does not exist."""
     name = pod.rpartition(".")[0]
     path = run.logs / ("pod-local.log" if name.startswith("local-") else f"pod-{name}.log")
     return path if path.exists() else None
@@ -209,7 +209,7 @@ class GrowingLog:
         self.offset, self._rest = offset, b""
 
     def read(self) -> list[str]:
-        """Returns the lines completed since the last call, from at most one chunk. Empty if there are none."""
+        """Returns the lines that were completed since the last call, at most one chunk of them."""
         try:
             with open_regular(self.path) as file:
                 if file.seek(0, os.SEEK_END) < self.offset:
@@ -228,7 +228,7 @@ class GrowingLog:
             return []
 
     def rest(self) -> list[str]:
-        """Returns the last line if it has no newline yet."""
+        """Returns the last line as a list if it has no newline yet. Otherwise returns an empty list."""
         rest, self._rest = self._rest, b""
         return [_text(rest)] if rest else []
 
@@ -244,10 +244,10 @@ class RolloutLog:
         self.ended = False
         """True once the rollout's outcome is stored."""
         self.skipped = 0
-        """Number of log bytes not searched because of :data:`SEARCHED_BYTES`."""
+        """Number of log bytes that were not searched because they exceed :data:`SEARCHED_BYTES`."""
 
     def read(self) -> list[str]:
-        """Returns the lines written since the last call, events first. Empty if there are none."""
+        """Returns the lines written since the last call. Event lines come first."""
         texts: list[tuple[float, str]] = []
         for _, events in self._events.read():
             for event in events:
@@ -286,7 +286,8 @@ class RolloutLog:
 
 
 def last_events(run: RunDir, pod: str, most: int) -> tuple[list[AnyEvent], bool]:
-    """Returns the latest events of a pod start (``<pod>.<start>``), at most ``most``, and whether these are all.
+    """Returns the latest events of a pod start (``<pod>.<start>``), at most ``most``. Also returns whether these are
+    all.
 
     Returns no events if the file is unreadable.
     """

@@ -1,4 +1,4 @@
-"""Marks: small files whose existence is a signal. Batch scripts also execute this module by name.
+"""Reads and writes marks: small files whose existence is a signal. Batch scripts also run this module.
 
 ::
 
@@ -53,7 +53,7 @@ WHY_DRAIN = {
     "leaving": "asked to leave, by scale",
     PREEMPTED: "Slurm preempts the allocation, and its grace time runs",
 }
-"""Values in the drain file and what they mean. After ``now`` and ``cancelled``, Slurm soon kills the step.
+"""Meaning of each word in the drain file. After ``now`` and ``cancelled``, Slurm soon kills the step.
 
 The file never contains ``preempted``, because rank 0 detects preemption on its own.
 """
@@ -78,7 +78,7 @@ CERTAIN = (
     "slurmstepd-",
 )
 CAUSES = (*CERTAIN, "error")
-"""Substrings of log lines that are more informative than a log's last line, best first."""
+"""Substrings of log lines that explain a failure better than the log's last line. The most informative comes first."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Marks:
 
     @property
     def finished(self) -> bool:
-        """True if every block is done and no consumer may add more. Costs one read, and two listings if the mark
+        """True if every block is done and no consumer may add more. Needs one read, and two listings if the mark
         exists."""
         try:
             mark = json.loads(read_regular(self._finished) or b"{}")
@@ -142,7 +142,7 @@ class Marks:
 
     @property
     def open(self) -> list[str]:
-        """Consumers that may still add blocks."""
+        """Names of the consumers that may still add blocks."""
         return sorted(path.name for path in self._open.glob("[!.]*"))
 
     @property
@@ -164,7 +164,7 @@ class Marks:
 
     @property
     def closed(self) -> list[str]:
-        """Consumers that could still add blocks when the campaign was cancelled."""
+        """Names of the consumers that could still add blocks when the campaign was cancelled."""
         try:
             return read_json(self._cancelled, CancelledMark).consumers
         except (FileNotFoundError, ValueError):
@@ -175,7 +175,7 @@ class Marks:
         self._cancelled.unlink(missing_ok=True)
 
     def leave(self, pod: str) -> None:
-        """Marks an element of a pod array (``123_4``) as leaving, so that it drains without being requeued."""
+        """Marks an element of a pod array (such as ``123_4``) as leaving. It drains and is not requeued."""
         make_directory(self._leaving)
         (self._leaving / pod).touch()
 
@@ -215,8 +215,11 @@ class Marks:
         return jobs
 
     def forget_refused(self, jobs: Iterable[str] | None = None) -> None:
-        """Removes the ``refused`` marks of the given jobs. ``None`` means all jobs, and also resets the counts of
-        consecutive failures of engine servers and trainers."""
+        """Removes the ``refused`` marks of the given jobs.
+
+        ``None`` means all jobs. In that case, also resets the counts of consecutive failures of engine servers and
+        trainers.
+        """
         if jobs is None:
             jobs = [path.name for path in self._refused.glob("*")]
             for count in self._logs.glob("[st]*.requeues"):
@@ -226,12 +229,12 @@ class Marks:
 
 
 def blocks_listed(names: Iterable[str]) -> int:
-    """Counts the blocks among the file names in ``tasks/``."""
+    """Returns the number of blocks among the file names in ``tasks/``."""
     return sum(_BLOCK.match(name) is not None for name in names)
 
 
 def counts(mark: Mapping[str, object] | None, blocks: int) -> bool:
-    """Returns whether a finished mark covers all ``blocks`` blocks. A mark that contains no number covers any number of
+    """Returns whether a finished mark covers all ``blocks`` blocks. A mark without a number covers any number of
     blocks."""
     return mark is not None and mark.get("blocks", blocks) == blocks
 
@@ -246,7 +249,8 @@ def cause(lines: Sequence[str]) -> str:
 
 
 def explained(lines: Sequence[str], marks: Sequence[str] = CERTAIN) -> str:
-    """Returns the first line that contains the most informative of the given substrings. Empty if none matches."""
+    """Returns the first line with the most informative of the given substrings. Returns an empty string if none
+    matches."""
     for mark in marks:
         if matching := [line for line in lines if mark in line]:
             return matching[0]

@@ -1,4 +1,4 @@
-"""Overrides for the Slurm requests of a run's new jobs (``resume --time``, ``--mem``, ``--partition``).
+"""Overrides the Slurm requests of a run's new jobs (``resume --time``, ``--mem``, ``--partition``).
 
 ::
 

@@ -1,4 +1,4 @@
-"""``RUN/run.json``: the plan of a run as a typed record, written once and never changed.
+"""Reads and writes ``RUN/run.json``: the plan of a run as a typed record, written once and never changed.
 
 Pods read no other configuration, so editing the campaign file later does not affect a run. Defaults are defined here
 and in :mod:`megaflow_hpc.config`. Unknown keys are ignored.
@@ -39,7 +39,8 @@ option, is rejected.
 
 
 def array_of(pod: str) -> str | None:
-    """Returns the job array of a pod, whose name is its job id. ``None`` if the pod does not run under Slurm."""
+    """Returns the job array of a pod, which is a part of the pod's name. Returns ``None`` if the pod does not run under
+    Slurm."""
     return re.sub("_[^@]*", "", pod) if JOB_ID.fullmatch(pod) else None
 
 
@@ -57,11 +58,11 @@ class _Named(msgspec.Struct):
 
 
 class RunHead(msgspec.Struct):
-    """The part of ``run.json`` needed to list runs."""
+    """The fields of ``run.json`` that are needed to list runs."""
 
     campaign: _Named = msgspec.field(default_factory=_Named)
     total: int = 0
-    """Number of planned rollouts, excluding rollouts added later."""
+    """Number of planned rollouts. Rollouts added later are not counted."""
 
 
 class ServerRecord(msgspec.Struct):
@@ -69,10 +70,10 @@ class ServerRecord(msgspec.Struct):
 
     policy: str
     model: dict[str, Any]
-    """The ``model`` section of the server's policy, limited to the fields that this kind of server needs. Contains
-    ``sleep_level`` if the server shares its trainer's job and sleeps during training steps."""
+    """The fields of the policy's ``model`` section that this kind of server needs. Contains ``sleep_level`` if the
+    server shares its trainer's job and sleeps during training steps."""
     held: bool = False
-    """True if the element is submitted held. The autoscaler releases it."""
+    """True if the element is submitted in state held. The autoscaler releases it."""
     service: dict[str, Any] | None = None
     """The service that this element runs instead of an engine: its definition, image file and sandbox limits."""
 
@@ -102,7 +103,7 @@ class PolicyRecord(msgspec.Struct):
     agents: list[dict[str, Any]] = []
     model: dict[str, Any] | None = None
     samples: int = 1
-    """Number of samples per group, excluding spare samples."""
+    """Number of samples per group, without spare samples."""
 
 
 class JobRecord(msgspec.Struct):
@@ -123,7 +124,7 @@ class JobRecord(msgspec.Struct):
 
 
 class PackedTasks(msgspec.Struct, frozen=True):
-    """Describes the task file (:mod:`megaflow_hpc.ledger.tasks`)."""
+    """Describes the task file, which :mod:`megaflow_hpc.ledger.tasks` reads."""
 
     count: int
     bytes: int
@@ -138,7 +139,7 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     """The megaflow-hpc version that planned the run."""
     python: str = ""
     versions: dict[str, Any] = {}
-    """Maps software, engines and models to their versions."""
+    """Versions of software, engines and models, by name."""
     planned_at: float = 0.0
     """Planning time, as a Unix timestamp in seconds."""
     site: dict[str, Any] = {}
@@ -154,7 +155,7 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     campaign file."""
     policies: dict[str, PolicyRecord] = {}
     packed: PackedTasks | None = None
-    """Describes the task file. ``None`` if the run has no tasks."""
+    """Description of the task file. ``None`` if the run has no tasks."""
     sandboxes: bool = True
     """False if no task has an image. The pods then need no Apptainer."""
     left_out: int = 0
@@ -164,7 +165,7 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     servers: list[ServerRecord] = []
     server_groups: list[ServerGroup] = []
     pools: dict[str, int] = {}
-    """Maps each policy that an engine pool serves to the pool's number of servers for that policy."""
+    """Number of servers of each policy's engine pool. Contains only policies that an engine pool serves."""
     only: list[str] = []
     """Patterns that were passed to ``--only`` when the run was planned. Empty for the whole campaign."""
     total: int = 0
@@ -188,7 +189,7 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
 
 
 def check_version(planned: RunRecord, run: RunDir) -> None:
-    """Checks that this version may modify a run: the same minor version must have planned it.
+    """Checks that the same minor version of the package planned the run. Other versions may not modify it.
 
     Raises:
         ConfigError: The versions do not match. The message names both.

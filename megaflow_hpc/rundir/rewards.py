@@ -1,12 +1,12 @@
-"""``RUN/rewards``: rewards that ``reverify`` adds to stored rollouts. The campaign's own rewards stay unchanged.
+"""Reads and writes ``RUN/rewards``: rewards that ``reverify`` adds to stored rollouts.
 
 ::
 
     rewards/<name>/<time>.<random>.jsonl    one :class:`GivenReward` per line
 
-Each process appends to its own file, and a line counts only once it is durable. A process may therefore be killed at
-any time: readers ignore an incomplete line, and its rollout is scored again. If two processes scored the same rollout,
-the earlier line counts. Lines are never changed.
+The campaign's own rewards stay unchanged. Each process appends to its own file, and a line counts only once it is
+durable. A process may therefore be killed at any time: readers ignore an incomplete line, and its rollout is scored
+again. If two processes scored the same rollout, the earlier line counts. Lines are never changed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from megaflow_hpc.rundir.budget import Used
 from megaflow_hpc.rundir.layout import RunDir
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""Pattern of a valid name. Names contain no dots, because a dot separates the name from the name of a part."""
+"""Pattern of a valid name for a set of rewards. A dot is not allowed, because it separates this name from a part's
+name."""
 RESERVED = frozenset({"reward", "turn", "sequence"})
 MAX_LINE_BYTES = 1 << 20
 
@@ -41,7 +42,7 @@ class GivenReward(msgspec.Struct, omit_defaults=True, kw_only=True):
     at: float
     """Time of scoring, as a Unix timestamp in seconds."""
     digest: str
-    """Digest of the scorer's file or, without a scorer, of the task's files."""
+    """Digest of the scorer's file. Without a scorer, digest of the task's files."""
     reward: float | None = None
     """Reward of the whole rollout. ``None`` if the scorer rewarded only parts of it."""
     rewards: dict[str, float] = {}
@@ -49,7 +50,7 @@ class GivenReward(msgspec.Struct, omit_defaults=True, kw_only=True):
     error: str = ""
     """Reason why the task's tests gave no valid reward. The reward is then 0."""
     judge: Used = {}
-    """Maps each judge to its usage."""
+    """Usage of judges, by name."""
 
     def named(self, name: str) -> dict[str, float]:
         """Returns the rewards by the names that readers see: ``NAME``, and ``NAME.PART`` for each part."""
@@ -65,11 +66,11 @@ def check_name(name: str) -> None:
     """
     if not NAME.fullmatch(name) or name in RESERVED:
         reserved = ", ".join(sorted(RESERVED))
-        raise ConfigError(f"--name {name}: expected letters, digits, _ or -, and none of the names {reserved}")
+        raise ConfigError(f"--name {name}: expected letters, digits, _ or -, but not one of {reserved}")
 
 
 def given_rewards(run: RunDir) -> dict[str, dict[str, GivenReward]]:
-    """Returns everything in ``RUN/rewards``, by name and rollout id. Skips damaged lines."""
+    """Returns all rewards in ``RUN/rewards``, by name and rollout id. Skips damaged lines."""
     if not run.rewards.is_dir():
         return {}
     names = sorted(path.name for path in run.rewards.iterdir() if NAME.fullmatch(path.name))
@@ -117,7 +118,7 @@ class RewardLog:
         os.fdatasync(self._file)
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file of rewards."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

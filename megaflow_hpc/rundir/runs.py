@@ -40,11 +40,11 @@ class FoundRuns:
     """The result of a search."""
 
     runs: list[Path] = field(default_factory=list)
-    """Run directories, newest first, possibly damaged."""
+    """Run directories, newest first. Some may be damaged."""
     unreadable: list[Path] = field(default_factory=list)
-    """Directories that the user may not read."""
+    """Directories that the user is not allowed to read."""
     cut: bool = False
-    """True if the search stopped at its limit, so further runs may exist."""
+    """True if the search stopped at its limit. Further runs may then exist."""
     cut_runs: bool = False
     """True if the search stopped before reading all directories named ``runs``."""
 
@@ -70,7 +70,7 @@ def find(under: str | os.PathLike[str] = ".", depth: int = DEPTH) -> FoundRuns:
 
 
 def latest(under: str | os.PathLike[str] = ".") -> Path:
-    """Returns this user's newest run directory, or else the newest run directory of any user. Ignores incomplete runs.
+    """Returns this user's newest run directory or, if there is none, any user's. Ignores incomplete runs.
 
     Raises:
         ConfigError: No run was found, or the search stopped before reading all directories named ``runs``.
@@ -88,10 +88,10 @@ def latest(under: str | os.PathLike[str] = ".") -> Path:
 
 
 def named(text: str) -> Path:
-    """Resolves a run name given by the user: a path, ``latest`` or ``DIR/latest``.
+    """Returns the run directory that the user named by a path, ``latest`` or ``DIR/latest``.
 
     Raises:
-        ConfigError: As for :func:`latest`.
+        ConfigError: No run was found, or the search stopped before reading all directories named ``runs``.
     """
     path = Path(text)
     return path if path.name != LATEST or path.exists() else latest(path.parent)
@@ -100,7 +100,7 @@ def named(text: str) -> Path:
 def _directories(root: Path, depth: int, search: FoundRuns) -> Iterator[tuple[Path, dict[str, bool]]]:
     """Yields directories breadth-first, starting with those below a directory named ``runs``.
 
-    Each is yielded with a mapping from entry name to whether the entry is a directory. Clear the mapping to skip the
+    Each comes with its entries: names, and whether each is a directory. The caller clears this mapping to skip the
     subdirectories.
     """
     seen: set[tuple[int, int]] = set()
@@ -149,7 +149,8 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
 
 
 def _planned_at(path: Path, names: dict[str, bool]) -> int | None:
-    """Returns when a run was planned, in Unix nanoseconds. ``None`` if the directory is not a run."""
+    """Returns the time at which a run was planned, in Unix nanoseconds. Returns ``None`` if the directory is not a
+    run."""
     try:
         if "run.json" not in names:
             return path.stat().st_mtime_ns if names.keys() >= _SUBDIRECTORIES else None

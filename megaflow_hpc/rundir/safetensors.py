@@ -55,7 +55,7 @@ class Tensor(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """Returns a mapping from name to tensor for one file.
+    """Returns the tensors in one file's header, by name.
 
     Raises:
         ConfigError: The file is truncated or not a valid safetensors file. The message says what is wrong.
@@ -91,7 +91,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
 
 def read_directory(folder: Path) -> dict[str, Tensor]:
-    """Returns a mapping from name to tensor for all safetensors files in a directory.
+    """Returns the tensors in all safetensors files of a directory, by name.
 
     Raises:
         ConfigError: A file is invalid, or a file listed in the index is missing.
@@ -113,7 +113,7 @@ def read_directory(folder: Path) -> dict[str, Tensor]:
 
 
 def why_not_of(new: Mapping[str, Tensor], served: Mapping[str, Tensor]) -> str:
-    """Returns the reason why tensors cannot belong to the served model. Empty if no reason is found.
+    """Returns the reason why tensors cannot belong to the served model. Returns an empty string if no reason is found.
 
     Libraries add prefixes (``model.`` or ``model.language_model.``) and drop tied tensors when they save a model. The
     check therefore only compares the shapes of tensors with equal names, and requires some names to share a suffix.

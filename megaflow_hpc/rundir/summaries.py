@@ -1,4 +1,4 @@
-"""Summaries of event files: ``RUN/events/<pod>.<start>.summary`` and ``<pod>.<start>.condensed``.
+"""Defines, writes and reads summaries of event files: ``RUN/events/<pod>.<start>.summary`` and ``.condensed``.
 
 Event files grow with every rollout, to gigabytes within a day. To spare readers, each pod periodically writes a summary
 of its own file. A summary contains the number of bytes that it covers, and the events that still matter: events of the
@@ -50,7 +50,7 @@ EVENTS = ".jsonl"
 DIGEST = 8
 """Size of a rollout id's digest in bytes. With ten million ids, one in 400,000 campaigns has a collision."""
 RECENT_S = 300.0
-"""Length of the window before the last event, in seconds, for which stored rollouts are counted per second."""
+"""Stored rollouts are counted per second for this many seconds before the last event."""
 
 
 class EndedBadly(msgspec.Struct, array_like=True, gc=False):
@@ -60,13 +60,13 @@ class EndedBadly(msgspec.Struct, array_like=True, gc=False):
     status: Outcome
     kind: str
     error: str
-    """Error message. Stored only for the first error of each kind in the pod, otherwise empty."""
+    """Error message. Empty unless this is the first error of its kind in the pod."""
     t: Time
     seconds: Number
     turns: Count
     inexact: Count
     began: tuple[Count, Count, Time] | None
-    """(rank, attempt number, start time) of the last attempt, if known."""
+    """Rank, attempt number and start time of the last attempt. ``None`` if unknown."""
     start: str = ""
     """Pod start that ran this attempt. Empty if the summary covers only one start."""
     node: str = ""
@@ -87,47 +87,47 @@ class EndedBadly(msgspec.Struct, array_like=True, gc=False):
 
 
 class Summary(Event, tag="summary"):
-    """Aggregate of a pod's earlier events. Readers apply the remaining events on top of it."""
+    """Summary of a pod's earlier events. Readers apply the later events on top of it."""
 
     covers: Count
     """Number of bytes of the event file that this summary covers."""
     events: list[AnyEvent]
     """Events that are still needed individually, in order."""
     ended_well: dict[str, dict[Outcome, Count]]
-    """Maps policy and status to the number of successful rollouts."""
+    """Number of successful rollouts, by policy and status."""
     digests: bytes
-    """Digests of the ids of successful rollouts, in no particular order, :data:`DIGEST` bytes each."""
+    """Digests of the ids of successful rollouts in arbitrary order, :data:`DIGEST` bytes each."""
     inexact: dict[str, Count]
-    """Maps each policy to the number of turns with inexact token ids in successful rollouts."""
+    """Number of turns with inexact token ids in successful rollouts, by policy."""
     ended_badly: list[EndedBadly]
     retries: dict[str, Count]
-    """Maps each cause to the number of retried attempts, including those in :attr:`events`."""
+    """Number of retried attempts by cause. Includes those in :attr:`events`."""
     failures: dict[str, dict[str, Count]]
-    """Maps cause and node to the number of failed attempts, including those in :attr:`events`."""
+    """Number of failed attempts, by cause and node. Includes those in :attr:`events`."""
     recent: dict[Count, Count]
-    """Maps Unix seconds to the number of rollouts stored in each, for :data:`RECENT_S` seconds before :attr:`t`."""
+    """Number of rollouts stored in each second, by Unix time. Covers :data:`RECENT_S` seconds before :attr:`t`."""
     constrained: dict[str, Count] = msgspec.field(default_factory=dict)
-    """Maps each policy to the number of turns with constrained tokens in successful rollouts."""
+    """Number of turns with constrained tokens in successful rollouts, by policy."""
     models: Used = msgspec.field(default_factory=dict)
-    """Maps each judge and each priced model to its usage in all rollouts."""
+    """Usage of judges and priced models in all rollouts, by name."""
     busy_at: Time = 0.0
     """Time when the pod last started or ended a rollout."""
     stored: Count = 0
-    """Number of stored results. A rollout stored twice counts twice."""
+    """Number of stored results. A rollout that was stored twice counts twice."""
     version: int = VERSION
 
 
 class Condensed(Summary, tag="condensed", kw_only=True):
-    """Aggregate of several starts of a pod. :attr:`events` contains the failed attempts of unsuccessful rollouts."""
+    """Summary of several starts of a pod. :attr:`events` contains the failed attempts of unsuccessful rollouts."""
 
     starts: Count
-    """Number of starts aggregated."""
+    """Number of starts that the summary covers."""
     after: int
     """Last start covered by the previous condensed file. -1 if there was none."""
     sizes: dict[str, Count]
-    """Maps each start after :attr:`after` to the size of its event file in bytes."""
+    """Size in bytes of the event file of each start after :attr:`after`."""
     slots: list[tuple[Time, Time, Number]]
-    """(begin, end, mean number of slots) of successive periods."""
+    """Begin, end and mean number of slots of successive periods."""
     last: list[AnyEvent] | None = None
     """Events of the pod itself and of its workers during the last start, in order."""
     seen: bool = False
@@ -138,12 +138,12 @@ T = TypeVar("T", bound=Summary)
 
 
 def digest(rollout: str) -> bytes:
-    """Returns the hash of a rollout id."""
+    """Returns the digest of a rollout id, :data:`DIGEST` bytes."""
     return hashlib.blake2b(rollout.encode("utf-8", "surrogatepass"), digest_size=DIGEST).digest()
 
 
 class WantedPods:
-    """Searches the digests of many pods for given rollouts. Takes about 0.05 s per million digests."""
+    """Searches many pods' digests for given rollouts. Takes about 0.05 s per million digests."""
 
     def __init__(self, rollouts: Iterable[str]) -> None:
         self._ids = {int.from_bytes(digest(rollout), sys.byteorder): rollout for rollout in rollouts}
@@ -155,7 +155,8 @@ class WantedPods:
 
 
 def busy_at(before: float, event: AnyEvent) -> float:
-    """Returns the time when a pod last started or ended a rollout, or else the time of its first event.
+    """Returns the time when a pod last started or ended a rollout. Before the first one, returns the time of its first
+    event.
 
     Args:
         before: Result for the preceding events. 0 if there are none.
@@ -170,7 +171,7 @@ def path_of(events: Path) -> Path:
 
 
 def start_number(start: str) -> int:
-    """Parses the number of a pod's start. Returns -1 if the start has no number. Such starts are never condensed."""
+    """Parses the number of a pod's start. Returns -1 if the start has no number, so that it is never condensed."""
     return int(start) if start.isascii() and start.isdecimal() and len(start) < 18 else -1
 
 

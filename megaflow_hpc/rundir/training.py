@@ -1,4 +1,5 @@
-"""Files through which a trainer exposes its state: its commits, its starts, and how the last start ended.
+"""Reads and writes the files in which a trainer reports its state: its commits, its starts, and how the last start
+ended.
 
 ::
 
@@ -30,7 +31,7 @@ from megaflow_hpc.rundir.layout import RunDir, read_json, try_read_json
 from megaflow_hpc.rundir.marks import cause
 
 LAST_WORD_LOG_BYTES = 4000
-"""Number of bytes from the end of the log to store with the outcome."""
+"""Number of bytes from the end of the log that are stored when a start ends."""
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -41,7 +42,8 @@ FOR_GOOD = ("failed", "lost")
 
 
 def numbered(folder: Path) -> list[int]:
-    """Returns the sorted numbers of the records in a directory. Empty if it does not exist. Raises OSError."""
+    """Returns the sorted numbers of the records in a directory. Returns an empty list if it does not exist. Raises
+    OSError."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -51,13 +53,13 @@ def numbered(folder: Path) -> list[int]:
 
 
 class Commit(msgspec.Struct, kw_only=True):
-    """A completed step."""
+    """Record of a completed training step."""
 
     step: int
     plan: str = ""
     """Digest of the step's plan."""
     columns: str = ""
-    """Digest of the file that contains the step's columns. Empty if there is none."""
+    """Digest of the file with the step's columns, which are extra values for each token. Empty if there is none."""
     checkpoint: str | None = None
     """Checkpoint directory saved after the step, relative to RUN if inside it. ``None`` if none was saved."""
     weights: int = 0
@@ -71,7 +73,7 @@ class Commit(msgspec.Struct, kw_only=True):
 
 
 class Trainer(msgspec.Struct, kw_only=True):
-    """A start of a policy's trainer."""
+    """Record of a start of a policy's trainer."""
 
     consumer: str = ""
     node: str = ""
@@ -100,7 +102,7 @@ class LastWord:
 
 
 def say_last(run: RunDir, policy: str, word: str, exit_status: int, log: Path, written: int = 0) -> None:
-    """Records how a start of the trainer ended, with the end of its log, in the same format as ``trainer.sh``.
+    """Records how a start of the trainer ended, with the end of its log. ``trainer.sh`` uses the same format.
 
     Args:
         written: Number of bytes that earlier starts wrote to the log.
@@ -113,7 +115,7 @@ def say_last(run: RunDir, policy: str, word: str, exit_status: int, log: Path, w
 
 
 class GpuRequest(msgspec.Struct, frozen=True):
-    """The trainer's request for the GPUs. It exists while the trainer wants or holds them."""
+    """The trainer's request for the GPUs. Its file exists while the trainer wants or uses them."""
 
     turn: str
     """Unique id of this use of the GPUs."""
@@ -123,7 +125,8 @@ class GpuRequest(msgspec.Struct, frozen=True):
 
 
 class GpuGrant(msgspec.Struct, frozen=True):
-    """The server's grant. Its engine does not use the GPUs while the request exists and the trainer is alive."""
+    """The server's permission to use the GPUs. Its engine does not use them while the request exists and the trainer
+    lives."""
 
     turn: str
     wake_s: float = 0.0
@@ -151,7 +154,7 @@ class SharedGpu:
         write_atomic(self._wish_file, msgspec.json.encode(GpuRequest(turn, str(process), boot_id())))
 
     def given(self, turn: str) -> GpuGrant | None:
-        """Returns the server's grant for this turn. ``None`` while the server still uses the GPUs."""
+        """Returns the server's grant for this turn. Returns ``None`` while the server still uses the GPUs."""
         given = try_read_json(self._given_file, GpuGrant)
         return given if given and given.turn == turn else None
 
@@ -162,7 +165,8 @@ class SharedGpu:
     # --- used by the server ---
 
     def wanted(self) -> str:
-        """Returns the turn requested by a live trainer. Empty if no live trainer wants or holds the GPUs."""
+        """Returns the turn that a live trainer requests. Returns an empty string if no live trainer wants or uses the
+        GPUs."""
         try:
             self._wish = read_json(self._wish_file, GpuRequest)
         except FileNotFoundError:
@@ -209,7 +213,7 @@ class TrainingView:
         return [start for start in starts if start]
 
     def last_word(self) -> LastWord | None:
-        """Returns the outcome of the most recently ended start. ``None`` if it is missing or unreadable."""
+        """Returns how the trainer's latest start ended. Returns ``None`` if that is unknown."""
         try:
             first, _, end = read_regular(self._path / "last").decode("utf-8", "replace").partition("\n")
             word, node, status, log = first.split(" ", 3)

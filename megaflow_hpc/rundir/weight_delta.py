@@ -1,4 +1,4 @@
-"""Deltas: weight versions stored as the difference from an earlier full version, and restored bit for bit.
+"""Stores weight versions as deltas, the difference from an earlier full version, and restores them bit for bit.
 
 ::
 
@@ -41,15 +41,15 @@ except ImportError:  # no wheel for this architecture: zlib writes the same form
     from zlib import compress as _compress
 
 WORDS = 2**23
-"""Number of words to compare at a time: 16 MB in bfloat16."""
+"""Number of words to compare at a time. They take 16 MB in bfloat16."""
 MIN_DELTA_FACTOR = 4
 """Minimum ratio of full size to delta size. If the ratio is lower, the full version is published instead."""
 SUFFIX = ".delta"
 WIDTHS = {"BF16": 2, "F16": 2}
 """Word size in bytes, by the safetensors dtype of a file's first tensor. 4 for other dtypes."""
 _HEADER = struct.Struct("<4I")
-"""Chunk header: size of the gaps and of the deflated gaps in bytes, number of changed words, size of the deflated words
-in bytes."""
+"""Header of a chunk: size of the gaps, size of the deflated gaps, number of changed words, size of the deflated words.
+Sizes are in bytes."""
 
 
 def write_delta(whole: Path, base: Path, number: int, folder: Path) -> tuple[int, int] | None:
@@ -66,8 +66,11 @@ def write_delta(whole: Path, base: Path, number: int, folder: Path) -> tuple[int
     """
     names = sorted(path.name for path in whole.iterdir() if path.suffix == ".safetensors")
     sizes = {name: (whole / name).stat().st_size for name in names}
-    if not names or any(not (base / n).is_file() or (base / n).stat().st_size != sizes[n] for n in names):
+    if not names:
         return None
+    for name in names:
+        if not (base / name).is_file() or (base / name).stat().st_size != sizes[name]:
+            return None
     make_directory(folder)
     files: dict[str, DeltaFile] = {}
     for name in names:
@@ -90,7 +93,7 @@ def write_delta(whole: Path, base: Path, number: int, folder: Path) -> tuple[int
 
 
 def write_small_delta(whole: Path, base: Path, number: int, folder: Path) -> bool:
-    """Writes a delta like :func:`write_delta`, but keeps it only if it is small enough. Returns whether it was kept.
+    """Writes a delta like :func:`write_delta`, but only keeps it if it is small enough. Returns whether it was kept.
 
     LoRA adapters are never stored as deltas.
     """
@@ -142,7 +145,7 @@ def put_together(delta: Path, base: Path, whole: Path) -> Path:
 
 
 def _width(path: Path) -> int:
-    """Returns the word size of a file in bytes: the item size of its first tensor."""
+    """Returns the word size of a file in bytes. It is the item size of the file's first tensor."""
     return next((WIDTHS.get(tensor.dtype, 4) for tensor in read_header(path).values()), 4)
 
 

@@ -49,7 +49,7 @@ DAMAGED = "its SHA-256 differs; if no copy is under way, remove it, so that it i
 
 @dataclass(frozen=True)
 class Sent:
-    """A version in the directory that is copied between the sites. Its files may be incomplete at the receiver."""
+    """A version in the directory that is copied between two sites. At the receiver, its files may be incomplete."""
 
     number: int
     """Version number at the sender's site."""
@@ -65,13 +65,13 @@ class Received:
     version: Version | None
     """The version that the call published. ``None`` if there was no newer one."""
     sent: int
-    """Number of the newest version received so far, as numbered at the sender's site. 0 if none was received."""
+    """Number of the newest version received so far, as counted at the sender's site. 0 if none was received."""
     waiting: str
     """Reason why a newer version is not complete. Empty if the newest version sent is complete."""
 
 
 class _IncompleteError(Exception):
-    """Files of a version are missing, incomplete or damaged."""
+    """Raised if files of a version are missing, incomplete or damaged."""
 
 
 def send(run: RunDir, directory: Path, policy: str | None = None) -> Version:
@@ -227,7 +227,7 @@ def _publish(run: RunDir, policy: str, new: Sent, sent: list[Sent]) -> Version:
 
 
 def _copy(new: Sent, to: Path) -> dict[str, Checksum]:
-    """Copies a version's files and verifies the copies. Returns their checksums. Raises _IncompleteError."""
+    """Copies a version's files to ``to`` and verifies the copies. Returns their checksums. Raises _IncompleteError."""
     try:
         listed = read_regular(new.folder / CHECKSUMS)
         if hashlib.sha256(listed).hexdigest() != new.sha256:
@@ -255,7 +255,7 @@ def _copy(new: Sent, to: Path) -> dict[str, Checksum]:
 
 
 def _remove_old(sent: list[Sent], number: int) -> None:
-    """Removes versions older than the last one received, except its base."""
+    """Removes versions older than the last one received. Keeps its base."""
     last = next((other for other in sent if other.number == number), None)
     if last is None:
         return

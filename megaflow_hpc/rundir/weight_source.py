@@ -1,4 +1,4 @@
-"""Validates weights before they are published: an engine must be able to load them for the policy's model."""
+"""Checks weights before they are published. An engine must be able to load them for the policy's model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LORA_RANK = 16
 MATCHING_KEYS = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers")
 """Keys of ``config.json`` that must be the same in the trained and the served model."""
 MAX_COPIED_BYTES = 64 * 2**20
-"""Maximum size of a file, such as a tokenizer, that is copied from the campaign's model if a version lacks it."""
+"""Maximum size in bytes of a file, such as a tokenizer, that is copied from the campaign's model into a version."""
 
 
 class Adapter(msgspec.Struct):
@@ -50,12 +50,12 @@ class Delta(msgspec.Struct):
     """Content of ``delta.json``."""
 
     base: int
-    """Number of the version that the delta is relative to."""
+    """Number of the version from which the delta was computed."""
     files: dict[str, DeltaFile]
 
 
 def policy_of(run: RunDir, policy: str | None) -> tuple[str, Mapping[str, Any]]:
-    """Returns the policy to publish weights for, and its ``model`` section.
+    """Returns the policy for which to publish weights, and its ``model`` section.
 
     Args:
         policy: Name of the policy. ``None`` selects the only policy with a model.
@@ -98,7 +98,8 @@ def check(source: Path, model: Mapping[str, Any]) -> None:
 
 
 def why_not_served(base: Path, served: Path) -> str:
-    """Returns the reason why a model trained from ``base`` cannot replace ``served``. Empty if no reason is found."""
+    """Returns the reason why a model trained from ``base`` cannot replace ``served``. Returns an empty string if no
+    reason is found."""
     if base == served:
         return ""
     ours, theirs = (_read(folder / "config.json") for folder in (base, served))
@@ -109,7 +110,7 @@ def why_not_served(base: Path, served: Path) -> str:
     words = [_read(folder / "tokenizer.json").get("model") for folder in (base, served)]
     vocabularies = [model["vocab"] for model in words if isinstance(model, dict) and "vocab" in model]
     if len(vocabularies) == 2 and vocabularies[0] != vocabularies[1]:
-        return f"{base}: its tokenizer gives other numbers to words than that of {served}, {others}"
+        return f"{base}: its tokenizer maps words to other ids than the tokenizer of {served}, {others}"
     return ""
 
 
@@ -119,7 +120,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check_tensors(source: Path, model: Mapping[str, Any], whole: bool) -> None:
-    """Checks the tensor headers, because a load failure in the engine would take the policy down for minutes."""
+    """Checks the tensor headers, because a load failure in the engine would make the policy unavailable for minutes."""
     tensors = read_directory(source)
     base = Path(str(model.get("path") or ""))
     if not whole or not base.is_dir():
@@ -143,14 +144,15 @@ def _check_adapter(source: Path, model: Mapping[str, Any]) -> None:
         rank = read_json(source / ADAPTER, Adapter).r
     except (OSError, ValueError) as error:
         raise ConfigError(f"{source / ADAPTER}: the rank 'r' is missing or invalid: {error}") from None
-    if rank > (most := int(options.get("max-lora-rank") or LORA_RANK)):
+    most = int(options.get("max-lora-rank") or LORA_RANK)
+    if rank > most:
         raise ConfigError(
             f"{source}: has rank {rank}, but the engine takes at most {most} (args: {{max-lora-rank: …}})"
         )
 
 
 def base_of(folder: Path) -> int | None:
-    """Returns the version number of a delta's base. ``None`` for a full version.
+    """Returns the version number of a delta's base. Returns ``None`` for a full version.
 
     Raises:
         ConfigError: The delta's description cannot be read.
@@ -164,7 +166,8 @@ def base_of(folder: Path) -> int | None:
 
 
 def complete(staged: Path, model: Mapping[str, Any]) -> None:
-    """Copies missing files from the campaign's model into a version, so that an engine can start from it."""
+    """Copies missing files, such as the tokenizer, from the campaign's model. An engine can then start from the
+    version."""
     base = Path(str(model.get("path") or ""))
     if model.get("engine") == "scripted" or not model.get("path") or not base.is_dir() or (staged / ADAPTER).exists():
         return

@@ -1,4 +1,4 @@
-"""Versions of a policy's weights in a run directory. Trainers publish them; model servers detect and load them.
+"""Publishes and reads versions of a policy's weights. Trainers publish them, and model servers detect and load them.
 
 ::
 
@@ -62,9 +62,9 @@ class Checksum(msgspec.Struct, frozen=True):
     """Size and hash of a file."""
 
     size: int
-    """Size in bytes."""
+    """Size of the file in bytes."""
     sha256: str
-    """Hexadecimal SHA-256."""
+    """Hexadecimal SHA-256 of the file."""
 
 
 def checksum(path: Path) -> Checksum:
@@ -81,7 +81,10 @@ def write_checksums(folder: Path, known: Mapping[str, Checksum]) -> None:
         known: Checksums already computed, by file name. All other files are read.
     """
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    sums = {n: known[n] for n in names if n in known and known[n].size == (folder / n).stat().st_size}
+    sums = {}
+    for name in names:
+        if name in known and known[name].size == (folder / name).stat().st_size:
+            sums[name] = known[name]
     unread = [name for name in names if name not in sums and name != CHECKSUMS]
     with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)))) as threads:
         sums |= zip(unread, threads.map(lambda name: checksum(folder / name), unread), strict=True)
@@ -89,7 +92,7 @@ def write_checksums(folder: Path, known: Mapping[str, Checksum]) -> None:
 
 
 def read_checksums(folder: Path) -> dict[str, Checksum]:
-    """Returns the published checksums by file name. Empty if there is no checksum file.
+    """Returns the published checksums by file name. Returns an empty mapping if there is no checksum file.
 
     Raises:
         OSError, ValueError: The file cannot be read, or is damaged.
@@ -105,7 +108,8 @@ def read_checksums(folder: Path) -> dict[str, Checksum]:
 
 ABOUT = "megaflow-weights.json"
 STALE_PUBLISHER_S = 86_400.0
-"""Age in seconds at which files of a publisher on another node are removed. Copying a large model takes less time."""
+"""Age in seconds at which a publisher's files are removed if it ran on another node. Copying a large model takes less
+time."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,7 @@ def current(run: RunDir, policy: str) -> Version:
 
 
 def newest(run: RunDir, policy: str) -> Version:
-    """Returns a policy's newest version. The pointer may still name an older version if a publisher was killed.
+    """Returns a policy's newest version. If a publisher was killed, the pointer may still name an older version.
 
     Lists ``RUN/weights`` and reads one small file for each version above the pointer's.
 
@@ -192,7 +196,8 @@ def versions(run: RunDir, policy: str | None = None) -> list[Version]:
 
 
 def version(run: RunDir, number: int) -> Version | None:
-    """Returns the version with the given number. ``None`` if it does not exist or was removed. Raises OSError."""
+    """Returns the version with the given number. Returns ``None`` if it does not exist or was removed. Raises
+    OSError."""
     return next((found for found in _history(run, [number]) if found.path), None)
 
 
@@ -259,7 +264,8 @@ def publish(
 
 
 def point(run: RunDir, policy: str) -> Version:
-    """Moves the pointer to the policy's newest version. Repeats if a newer one is published meanwhile."""
+    """Moves the pointer to the policy's newest version. Repeats this if another process publishes a newer one
+    meanwhile."""
     written = None
     while written != (latest := newest(run, policy)):
         write_json(_pointer(run, policy), asdict(latest))
@@ -300,7 +306,8 @@ def _numbers(run: RunDir) -> list[int]:
 
 
 def read_about(folder: Path) -> VersionRecord | None:
-    """Returns the metadata in a version's directory. ``None`` if the directory is not a version. Raises OSError."""
+    """Returns the metadata in a version's directory. Returns ``None`` if the directory is not a version. Raises
+    OSError."""
     try:
         return read_json(folder / ABOUT, VersionRecord)
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -320,7 +327,7 @@ def _history(run: RunDir, numbers: Iterable[int]) -> list[Version]:
 
 
 def _published(history: Iterable[Version], policy: str, token: str, digest: str) -> Version | None:
-    """Returns the version that was published with a token. ``None`` if there is none.
+    """Returns the version that was published with a token. Returns ``None`` if there is none.
 
     Raises:
         ConfigError: The version was published with another digest.
@@ -355,7 +362,9 @@ def _add(
     staged = staging(run)
     try:
         small = False
-        wholes = [v for v in versions(run, new.policy) if base_of(Path(v.path)) is None] if delta else []
+        wholes: list[Version] = []
+        if delta:
+            wholes = [version for version in versions(run, new.policy) if base_of(Path(version.path)) is None]
         if wholes:
             from megaflow_hpc.rundir.weight_delta import write_small_delta  # imports numpy, which readers do not need
 
@@ -421,7 +430,7 @@ def _take_number(run: RunDir, staged: Path, new: Version, source: Path) -> Versi
 
 
 def _remove_files(folder: Path) -> None:
-    """Removes a version's files but keeps its number and metadata, so that ordinals never change."""
+    """Removes a version's files. Its number and metadata stay, so that ordinals never change."""
     about = read_about(folder)
     if about is None:
         return
@@ -439,7 +448,7 @@ def staging(run: RunDir) -> Path:
 
 
 def _place() -> str:
-    """Returns an id for this node's boot and PID namespace, within which pids are unique."""
+    """Returns an id of this node's boot and PID namespace, within which a pid identifies a process."""
     return hashlib.sha256(f"{boot_id()} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:12]
 
 

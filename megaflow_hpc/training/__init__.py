@@ -1,6 +1,6 @@
 """Trains policies on rollouts. Only ``dataset``, ``trainer`` and the TRL bridge import torch.
 
-A :class:`~megaflow_hpc.training.dataflow.Dataflow` cuts one policy's rollouts into steps for any trainer. It reads
-journals and blocks, and writes plans, commits, weight versions and new blocks, all in the run directory. ``dataset``
-feeds PyTorch's data loaders from a finished campaign.
+A :class:`~megaflow_hpc.training.dataflow.Dataflow` provides any trainer with the training steps of one policy. It reads
+journals and the ledger's blocks. It writes step plans, commits, weight versions and new blocks. All these files are in
+the run directory. ``dataset`` feeds PyTorch's data loaders from a finished campaign.
 """

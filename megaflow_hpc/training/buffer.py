@@ -1,11 +1,11 @@
-"""Collects the groups of one policy that no step has trained on yet.
+"""Collects the groups of rollouts that no training step of a policy has used yet.
 
 The ledger's blocks list the rollouts of each group, and the journals contain the finished rollouts. The buffer only
-reads both. A later process rebuilds the buffer from the ``settled`` field of a plan, and rereads only the few waiting
-rollouts. A group is *complete* once each of its rollouts has finished or failed.
+reads both. After a restart, a process rebuilds the buffer from the ``settled`` field of the last plan, and rereads only
+the waiting rollouts. A group is *complete* once each of its rollouts has finished or failed.
 
-Damaged records are skipped. Pods mark a block as done once the records of all its rollouts are durable. So if a rollout
-in a done block still has no readable record after a while, the record is lost, and the rollout counts as failed.
+Damaged records are skipped. Pods mark a block as done once the records of all its rollouts are durable. If a rollout in
+a done block has no readable record after a while, the record is lost and the rollout counts as failed.
 """
 
 from __future__ import annotations
@@ -39,22 +39,21 @@ from megaflow_hpc.types import VERIFIED, Rollout
 logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 13
-"""Bytes per token, over its four columns."""
+"""Bytes that a cached token takes for its id, mask, log-probability and version."""
 MAX_CACHED_TOKENS = 16 << 20
-"""Maximum number of tokens to cache, at :data:`TOKEN_BYTES` each."""
+"""Maximum number of tokens to cache. Each takes :data:`TOKEN_BYTES`."""
 MAX_SCORED_AT_ONCE = 64
-"""Maximum number of rollouts to pass to a scorer at once. It bounds memory, because their complete records are
-passed."""
+"""Maximum number of rollouts per call of a scorer. It limits memory, because a scorer receives complete records."""
 LOST_AFTER_S = MAX_CACHE_AGE_S
-"""A record missing from a done block counts as lost after this many seconds. Before that, file-system caches may hide
-it."""
+"""A record that is missing from a done block counts as lost after this many seconds. Until then, a file-system cache
+may hide it."""
 LOST = "unreadable record"
-"""Error kind of a rollout whose record is lost."""
+"""Error kind of a rollout whose journal record is lost."""
 
 
 @dataclass
 class _Collected:
-    """A group and those of its samples that have arrived so far."""
+    """A group of rollouts, with the samples that have arrived so far."""
 
     task: str
     block: int
@@ -76,16 +75,17 @@ class Arrived:
 
 
 class Buffer:
-    """Holds the groups of one policy that no step has settled, that is, trained on or dropped.
+    """Holds the groups of one policy until a step settles them. A step settles a group by training on it or dropping
+    it.
 
     Args:
         run: the run directory.
         sequences: reads the trained policy's sequences.
         owners: policies whose rollouts contain the policy's tokens. ``None`` means all policies, for a model that other
             policies' agents call too.
-        ordinal: converts a campaign-wide weight version to the policy's own count.
-        settled: the settled groups and the cursor of an earlier plan.
-        held_out: tasks to ignore.
+        ordinal: converts a campaign-wide weight version to its index among the policy's versions.
+        settled: state of the buffer after an earlier plan.
+        held_out: ids of evaluation tasks, whose rollouts are ignored.
         score: function that scores rollouts as they arrive, before their groups are complete.
     """
 
@@ -101,17 +101,17 @@ class Buffer:
     ) -> None:
         self._held_out, self._score = held_out, score
         self._unscored: list[tuple[Sample, Arrived]] = []
-        """Rollouts that have been read but not scored yet."""
+        """Rollouts that have been read, but that the scorer has not scored yet."""
         self._run, self._sequences, self._owners, self._ordinal = run, sequences, owners, ordinal
         self._follower = Follower(run, cursor=settled.cursor or None)
         self._unread: deque[RecordEntry] = deque()
-        """Entries from the follower that have not been processed yet. The follower's cursor is already past them."""
+        """Journal entries to process. The follower that read them has already moved its cursor past them."""
         self._groups: dict[str, _Collected] = {}
         self._group_of: dict[str, str] = {}
         """Maps rollout ids to their unsettled group."""
         self._blocks: dict[int, set[str]] = {}
-        """Maps block numbers to the block's unsettled groups. An empty entry is kept until all earlier blocks are
-        settled."""
+        """Maps block numbers to the block's unsettled groups. A block without unsettled groups stays until all earlier
+        blocks are settled."""
         self._groups_in: dict[int, frozenset[str]] = {}
         """Maps block numbers to all of the policy's groups in the block."""
         self._first_block, self._settled = settled.first_block, set(settled.groups)
@@ -120,17 +120,17 @@ class Buffer:
         """Blocks that were done at the last check."""
         self._done_read_at = -math.inf
         self._missing: dict[str, float] = {}
-        """Maps ids of rollouts in done blocks to the monotonic time at which their record was first found missing."""
+        """Maps the id of a rollout in a done block to the monotonic time at which its record was first missing."""
         self._read_new_blocks()
         for place in settled.waiting:
             self._add(place)
 
     def poll(self) -> int:
-        """Reads new rollouts and returns their number.
+        """Reads the rollouts that finished since the last call and returns their number.
 
         Raises:
             OSError: the run directory is unavailable. The next call continues.
-            ConfigError: the scorer raised an exception or broke its contract.
+            ConfigError: the scorer raised an exception or returned an invalid result.
         """
         done = self._done_blocks()  # listed before polling, so that the poll covers their records
         self._unread.extend(self._follower.entries())
@@ -147,7 +147,7 @@ class Buffer:
 
     @property
     def journals(self) -> int:
-        """Number of journals that each poll must stat."""
+        """Number of journal files that each call of :meth:`poll` checks for new records."""
         return len(self._follower.cursor["journals"])
 
     def complete(self) -> list[SampleGroup]:
@@ -159,7 +159,8 @@ class Buffer:
         ]
 
     def rounds_under_way(self) -> set[int]:
-        """Returns the rounds of the incomplete groups in the blocks read so far."""
+        """Returns the round numbers of the incomplete groups in the blocks read so far. Groups requested together share
+        a round."""
         return {group.round for group in self._groups.values() if len(group.samples) < len(group.expected)}
 
     @property
@@ -169,7 +170,7 @@ class Buffer:
         return len(self._groups)
 
     def settle(self, groups: Iterable[str]) -> None:
-        """Removes groups that a plan has trained on or dropped."""
+        """Removes groups, given their ids, because a plan has trained on them or dropped them."""
         for name in groups:
             group = self._groups.pop(name)
             self._settled.add(name)
@@ -183,7 +184,7 @@ class Buffer:
             self._first_block += 1
 
     def read_groups(self, plan: StepPlan) -> list[tuple[SampleGroup, dict[str, Arrived]]]:
-        """Rereads the groups that were new in an earlier plan. Skips damaged records."""
+        """Rereads the groups that an earlier plan used for the first time. Skips damaged records."""
         by_group: dict[str, dict[str, tuple[Sample, Arrived]]] = {}
         for rollout in plan.rollouts:
             read = None if rollout.replayed else self.read(rollout.place, rollout.scores)
@@ -198,7 +199,7 @@ class Buffer:
 
     @property
     def settled(self) -> Settled:
-        """State from which a later process can rebuild the buffer."""
+        """Returns the state from which a later process can rebuild the buffer."""
         waiting = [
             self.arrived[rollout].place
             for group in self._groups.values()
@@ -236,14 +237,14 @@ class Buffer:
             }
 
     def _done_blocks(self) -> set[int]:
-        """Returns the blocks that are done. The list is reread at intervals, and only while rollouts are missing."""
+        """Returns the numbers of done blocks. Rereads them at intervals, and only while rollouts are missing."""
         now = time.monotonic()
         if now - self._done_read_at >= LOST_AFTER_S / 4 and any(map(_lacking, self._groups.values())):
             self._done, self._done_read_at = Ledger(self._run).done(), now
         return self._done
 
     def _give_up_lost(self, done: set[int]) -> int:
-        """Marks rollouts with lost records as failed. Returns their number."""
+        """Marks the rollouts whose records are lost as failed. Returns their number."""
         now, before = time.monotonic(), self._missing
         missing = [
             (rollout, name, group)
@@ -294,7 +295,7 @@ class Buffer:
         self._groups[self._group_of[sample.id]].samples[sample.id] = sample
 
     def _score_arrivals(self) -> None:
-        """Scores the arrived rollouts that are not scored yet."""
+        """Calls the scorer with the rollouts that have arrived and are not scored yet."""
         while self._unscored and self._score:
             waiting, stored = self._unscored[:MAX_SCORED_AT_ONCE], []
             for sample, arrived in waiting:
@@ -310,7 +311,7 @@ class Buffer:
 
 
 def _lacking(group: _Collected) -> list[tuple[int, Rollout]]:
-    """Returns the rollouts of a group that have not arrived yet, each with its block number."""
+    """Returns the rollouts of a group that have not arrived yet, as (block number, rollout)."""
     return [expected for id, expected in group.expected.items() if id not in group.samples]
 
 
@@ -319,7 +320,7 @@ class DamagedRecord(ConfigError):
 
 
 class Sequences:
-    """Reads a policy's sequences from the journals and caches the most recent ones.
+    """Reads a policy's sequences from the journals, and caches recently read ones.
 
     A step reads each rollout several times: for the plan, for proximal log-probabilities, and in each epoch. Callers
     must not modify the returned sequences.
@@ -335,22 +336,22 @@ class Sequences:
         """Number of cached tokens."""
 
     def at(self, place: RecordPlace) -> list[TokenSequence]:
-        """Returns the sequences of a planned rollout. Raises the errors of :meth:`read`."""
+        """Returns the policy's sequences in the record at ``place``. Raises the errors of :meth:`read`."""
         if place not in self._kept:
             self.read(place)
         return self._kept[place][0]
 
     def images(self, place: RecordPlace) -> Mapping[str, Image]:
-        """Returns the images of a planned rollout, keyed by SHA-256. Raises the same errors as :meth:`read`."""
+        """Returns the images in the record at ``place``, by SHA-256. Raises the errors of :meth:`read`."""
         self.at(place)
         return self._kept[place][1]
 
     def read(self, place: RecordPlace) -> tuple[Trajectory, list[TokenSequence]]:
-        """Reads a rollout. Returns the trajectory and the policy's sequences, which may be truncated.
+        """Reads the record at ``place``. Returns the trajectory and the policy's sequences, which may be truncated.
 
         Raises:
             DamagedRecord: the rollout's record is damaged.
-            ConfigError: the file system cannot read the journal.
+            ConfigError: the journal cannot be read.
         """
         try:
             trajectory = self._journals.load(RecordEntry("", "", place.epoch, 0, 0, place.journal, place.start, 0))
@@ -370,14 +371,13 @@ class Sequences:
 
 
 def _tokens(sequences: Iterable[TokenSequence], images: Mapping[str, Image]) -> int:
-    """Returns the size of sequences in tokens. Experts and images count as the number of tokens that take as many
-    bytes."""
+    """Returns the size of sequences and images, converted from bytes to tokens of :data:`TOKEN_BYTES`."""
     more = sum(len(image.data) for image in images.values()) // TOKEN_BYTES
     return more + sum(len(sequence.tokens) + len(sequence.experts) // TOKEN_BYTES for sequence in sequences)
 
 
 def read_sample(sequences_of: Sequences, place: RecordPlace, ordinal: Ordinal) -> tuple[Sample, Arrived]:
-    """Reads the fields of a rollout that data algorithms and packing need. Raises the errors of
+    """Reads a rollout. Returns the sample for the data algorithms, and the lengths for packing. Raises the errors of
     :meth:`Sequences.read`."""
     trajectory, sequences = sequences_of.read(place)
     sampled = _sampled(sequences)
@@ -391,7 +391,7 @@ def _sampled(sequences: Sequence[TokenSequence]) -> tuple[int, ...]:
 
 
 def stored_rollout(trajectory: Trajectory) -> StoredRollout:
-    """Converts a trajectory to the form that scorers receive, for use outside of training. Versions keep their
+    """Converts a trajectory to the form that scorers receive. Used outside of training, so versions keep their
     campaign-wide numbers."""
     sequences = [sequence for sequence in trajectory.sequences if sequence.policy == trajectory.policy]
     sample = _sample(trajectory, trajectory.policy, sequences, _sampled(sequences), lambda version: version)
@@ -401,8 +401,8 @@ def stored_rollout(trajectory: Trajectory) -> StoredRollout:
 def _sample(
     trajectory: Trajectory, policy: str, sequences: list[TokenSequence], sampled: tuple[int, ...], ordinal: Ordinal
 ) -> Sample:
-    """Returns the fields of a rollout that data algorithms use. They are derived from the policy's sequences, which may
-    be truncated."""
+    """Returns a rollout as a sample for the data algorithms. Turns and token counts come from the policy's sequences,
+    which may be truncated."""
     versions: set[int] = set()
     for sequence in sequences:
         column = np.frombuffer(sequence.weight_versions, np.int32)
@@ -433,12 +433,12 @@ def _sample(
 
 
 def _own(trajectory: Trajectory, policy: str) -> list[int]:
-    """Returns the indices of the policy's sequences in the trajectory."""
+    """Returns the indices of the policy's sequences among all sequences of the trajectory."""
     return [number for number, sequence in enumerate(trajectory.sequences) if sequence.policy == policy]
 
 
 def _turns(trajectory: Trajectory, policy: str, sequences: list[TokenSequence]) -> tuple[TurnTokens, ...]:
-    """Returns the model calls that sampled tokens in the policy's sequences, which may be truncated."""
+    """Returns the policy's model calls that sampled tokens. The sequences may be truncated."""
     numbers = {index: number for number, index in enumerate(_own(trajectory, policy))}
     turns = []
     for call, turn in enumerate(trajectory.turns):
@@ -451,14 +451,14 @@ def _turns(trajectory: Trajectory, policy: str, sequences: list[TokenSequence]) 
 
 
 def _roles(trajectory: Trajectory, policy: str) -> tuple[str, ...]:
-    """Returns the role of each of the policy's sequences. Empty if there is no team."""
+    """Returns the role of each of the policy's sequences. Returns an empty tuple if the agents do not form a team."""
     by_sequence = {turn.sequence: turn.role for turn in trajectory.turns}
     roles = tuple(by_sequence.get(number, "") for number in _own(trajectory, policy))
     return roles if any(roles) else ()
 
 
 def _state(trajectory: Trajectory, turn: Turn) -> str:
-    """Returns a digest of the last message before a model call, or an empty string."""
+    """Returns a digest of the last message before a model call. Returns an empty string if there is no message."""
     before = trajectory.parents[turn.message] if 0 <= turn.message < len(trajectory.parents) else -1
     if before < 0:
         return ""
@@ -470,8 +470,7 @@ def _state(trajectory: Trajectory, turn: Turn) -> str:
 
 
 Routing = tuple[int, int, int]
-"""Number of layers (with or without experts), experts per token, and experts per layer, for a mixture-of-experts
-model."""
+"""Sizes of a mixture-of-experts model: number of layers, experts chosen per token, experts per layer."""
 
 
 def check_experts(sequence: TokenSequence, routing: Routing) -> None:

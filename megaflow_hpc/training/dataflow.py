@@ -61,12 +61,13 @@ from megaflow_hpc.trajectory import Image, TokenSequence
 logger = logging.getLogger(__name__)
 
 FIRST_POLL_S, MAX_POLL_S = 0.05, 0.5
-"""Minimum and maximum interval at which a step that waits for rollouts polls the journals. The interval doubles after
-each poll. It starts short, because engines are about to load the weights just published."""
+"""Minimum and maximum poll interval in seconds while a step waits for rollouts. The interval doubles after each poll.
+It starts short, to request rollouts soon after the engines have loaded
+the weights just published."""
 STATS_PER_S = 200
-"""Maximum number of journals to stat per second. A campaign with many pods is polled less often."""
+"""Maximum number of journal files to check per second. With many pods, the poll interval grows accordingly."""
 SAY_INTERVAL_S = 30.0
-"""Seconds between log lines about what a step is waiting for."""
+"""Seconds between two log lines that report what a step is waiting for."""
 KEPT_CHECKPOINTS = 3
 """Number of recent checkpoints that a trainer keeps."""
 KEPT_VERSIONS = 3
@@ -83,12 +84,12 @@ class UnreadableRollout(ConfigError):
 
 
 class Step:
-    """One training step. It has the same rollouts after every restart and for any number of ranks.
+    """One training step. After a restart, and with any number of ranks, it has the same rollouts.
 
     Attributes:
-        plan: the stored plan, in which rollouts left out by amendments have weight 0.
+        plan: the stored plan. Rollouts that amendments leave out have weight 0.
         amendments: number of amendments recorded when the step started.
-        columns: extra values for each token, which the trainer sets before it takes minibatches.
+        columns: extra values for each token. The trainer sets them before it takes minibatches.
         wait_s: seconds spent waiting for the step's rollouts.
         plan_s: seconds spent reading and planning.
     """
@@ -111,7 +112,7 @@ class Step:
 
     @cached_property
     def groups(self) -> list[int]:
-        """For each rollout, the index of its group in the step."""
+        """Index of each rollout's group in the step."""
         seen: dict[str, int] = {}
         return [seen.setdefault(rollout.group, len(seen)) for rollout in self.plan.rollouts]
 
@@ -126,11 +127,11 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """Number of sampled tokens."""
+        """Number of sampled tokens in the step."""
         return sum(sum(rollout.sampled) for rollout in self.plan.rollouts)
 
     def minibatches(self) -> Iterator[Minibatch]:
-        """Yields the minibatches of all ``loss.epochs``. They are reshuffled in each epoch."""
+        """Yields the minibatches of all ``loss.epochs``. Each epoch shuffles them again."""
         loss = self._flow.settings.loss
         for epoch in range(loss.epochs):
             if loss.minibatch is None:
@@ -141,7 +142,8 @@ class Step:
                 yield self.minibatch(rollouts)
 
     def minibatch(self, rollouts: list[int] | None = None) -> Minibatch:
-        """Returns a minibatch of the given rollouts. By default, it contains the whole step."""
+        """Returns one minibatch with the given rollouts, as indices in the plan. By default, it contains the whole
+        step."""
         chosen = list(range(len(self.plan.rollouts))) if rollouts is None else rollouts
         flow, copies = self._flow, self._flow.settings.parallel.copies  # consecutive ranks that share micro-batches
         share = flow.rank // copies, max(flow.ranks // copies, 1)
@@ -149,25 +151,25 @@ class Step:
         return Minibatch(planned, chosen, self.groups, self.sequences, flow.ordinal, *share, self.columns, self.images)
 
     def sequences(self, rollout: int) -> list[TokenSequence]:
-        """Reads the policy's sequences of a rollout, by its index in the plan.
+        """Reads the policy's sequences in the rollout with this index in the plan.
 
         Raises:
-            UnreadableRollout: its record is damaged.
-            ConfigError: the file system cannot read it.
+            UnreadableRollout: the rollout's record is damaged.
+            ConfigError: the journal cannot be read.
         """
         return self._flow.sequences(self.plan.rollouts[rollout])
 
     def images(self, rollout: int) -> Mapping[str, Image]:
-        """Reads the images of a rollout, by its index in the plan. Returns them by SHA-256.
+        """Reads the images in the rollout with this index in the plan. Returns them by SHA-256.
 
         Raises:
-            UnreadableRollout: its record is damaged.
-            ConfigError: the file system cannot read it.
+            UnreadableRollout: the rollout's record is damaged.
+            ConfigError: the journal cannot be read.
         """
         return self._flow.images(self.plan.rollouts[rollout])
 
     def statistics(self) -> dict[str, float]:
-        """Returns statistics of the step's rollouts: rewards, tokens, staleness and drops."""
+        """Returns statistics about rewards, tokens, staleness and dropped rollouts, by name."""
         plan = self.plan
         rewards = plan.rewards
         stale = plan.staleness
@@ -189,7 +191,7 @@ class Step:
         }
 
     def _by_agent(self) -> dict[str, float]:
-        """Returns each agent's mean reward and number of rollouts, or nothing if the policy has only one agent."""
+        """Returns each agent's mean reward and number of rollouts. Returns nothing if the policy has only one agent."""
         agents = self._flow.trained.agents
         if len(agents) < 2:
             return {}
@@ -220,10 +222,10 @@ class Step:
     ) -> Version:
         """Publishes a model directory as the weights after this step. Idempotent.
 
-        With ``publish_delta``, only the difference from the last full version is published if it is small.
+        With the setting ``publish_delta``, publishes only the difference from the last full version if it is small.
 
         Args:
-            folder: weights in the engine's format.
+            folder: directory with weights in the engine's format.
             move: move the directory instead of copying it. It must be on the run directory's file system.
             keep: number of the policy's newest versions to keep. Older versions are removed.
             checksums: known checksums of files in ``folder``. These files are not read again.
@@ -259,7 +261,7 @@ class Step:
     def commit(
         self, checkpoint: str | os.PathLike[str] | None = None, metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Records that the step is done, and requests the rollouts that are due next.
+        """Records that the step is done, and requests new rollouts if a batch is due.
 
         Args:
             checkpoint: durable directory with the trainer's state after this step. A later start continues from it.
@@ -298,15 +300,16 @@ class Dataflow:
         run: the run directory.
         policy: the policy to train. Optional if the campaign trains only one.
         rank, ranks: rank of this process in a distributed trainer, and the number of ranks.
-        training: a section ``training`` for a campaign without one. Training then uses the planned rollouts as they
+        training: a ``training`` section, for a campaign that has none. Training then uses the planned rollouts as they
             arrive, and requests no others.
-        say: called with a line about what a step is waiting for, at most every 30 s. Default: the line is logged.
-        agree: returns rank 0's value on all ranks, so that all apply the same amendments. Required with several ranks.
-            Also an attribute, for values that JSON can represent. All ranks must call it equally often.
+        say: called at most every 30 s with a line about what a step is waiting for. Default: the line is logged.
+        agree: collective function that returns rank 0's value on all ranks. Values must be representable in JSON.
+            Required with several ranks, so that all ranks apply the same amendments. All ranks must call it equally
+            often. It is available as an attribute.
 
     Raises:
-        ConfigError: the run, the policy, its model or the section ``training`` is missing, or the source file of a
-            user function was changed.
+        ConfigError: the run, the policy, its model or the ``training`` section is missing, or the source file of a user
+            function was changed.
     """
 
     def __init__(
@@ -332,10 +335,10 @@ class Dataflow:
         self.rank, self.ranks = rank, ranks
         self.files = TrainingFiles(self.run, self.policy)
         self.trainer = 0
-        """Sequence number of this start of the trainer. 0 before registration."""
+        """Sequence number of this start of the trainer, or 0 before it is registered."""
         self.tell = say or logger.info
         self.routing: Routing | None = None
-        """Expert routing of the trainer's model. If set, records with incompatible experts count as damaged."""
+        """Sizes of the trained mixture-of-experts model. If set, records whose experts do not fit count as damaged."""
         self._said_at = 0.0
         self._paced = planned is not None and training is None
         self._ordinals: dict[int, int] = {}
@@ -362,7 +365,7 @@ class Dataflow:
 
     @property
     def settings(self) -> PolicyTraining:
-        """Training settings of the policy: ``training.policies.NAME``."""
+        """Settings of the policy, from ``training.policies.NAME`` in the campaign file."""
         return self.trained.settings
 
     @property
@@ -433,13 +436,13 @@ class Dataflow:
         self.trainer = self.files.enter(Trainer.here(self.policy))
 
     def close(self) -> None:
-        """Stops requesting rollouts, so that the campaign can end. Until this is called, the campaign stays open."""
+        """Stops requesting rollouts, so that the campaign can end. The campaign stays open until this is called."""
         if self._lease is not None:
             self._lease.close()
             self._lease = None
 
     def leave(self) -> None:
-        """Releases this process's lease, but keeps the campaign open for a later start of the trainer."""
+        """Releases this process's lease. The campaign stays open, so that the trainer can be started again."""
         if self._lease is not None:
             self._lease.leave()
             self._lease = None
@@ -456,14 +459,14 @@ class Dataflow:
     # --- amendments ---
 
     def amend(self, amendment: Amendment) -> None:
-        """Records and reports a change to a step that cannot be trained as planned."""
+        """Records and logs a change to a step that cannot be trained as planned."""
         self.check()
         number = self._amendments.claim(amendment)
         left_out = f"leaves out {', '.join(amendment.rollouts)}" if amendment.rollouts else "changes"
         self.tell(f"{self.run}: amendment {number}: step {amendment.step} {left_out}: {amendment.cause}")
 
     def again(self, step: Step) -> Step:
-        """Rebuilds a step, applying the amendments recorded since it started."""
+        """Rebuilds a step, and applies the amendments recorded since it started."""
         plan = self.files.read(StepPlan, step.number)
         assert plan is not None, step.number
         return self._step(plan, step.wait_s, step.plan_s)
@@ -473,8 +476,8 @@ class Dataflow:
         return Step(self, amended(plan, amendments), wait_s, plan_s, count)
 
     def _amend(self, step: int) -> tuple[int, list[Amendment]]:
-        """Applies the amended settings of a step. Returns the number of amendments recorded, and the amendments in
-        force."""
+        """Applies the settings that amendments change from this step on. Returns the number of amendments recorded, and
+        those that apply to the step."""
         commit = self.files.read(Commit, step)
         count = commit.amendments if commit else len(self._amendments.read())
         together = self.agree(msgspec.to_builtins([count, self._amendments.in_force(step, count)]))
@@ -497,7 +500,7 @@ class Dataflow:
                 self.leave_out(plan.step, rollout.id, error)
 
     def leave_out(self, step: int, rollout: str, cause: object) -> None:
-        """Amends a step to leave out a rollout, unless an earlier amendment already does."""
+        """Records an amendment that leaves a rollout out of a step, unless an earlier one already does."""
         if all(rollout not in amendment.rollouts for amendment in self._amendments.in_force(step)):
             amendment = Amendment(step=step, rollouts=(rollout,), cause=str(cause), by=TRAINER, at=time.time())
             self.amend(amendment)
@@ -507,16 +510,17 @@ class Dataflow:
     def add(self, tasks: Sequence[str], token: str, samples: int | None = None) -> None:
         """Requests tasks immediately, in addition to those that ``training.prompts`` chooses.
 
-        Steps take complete groups first, and more groups than a batch if the others would be too old for the next
-        step. Call this method between two steps, or the tasks are sampled with the weights from before the step.
+        Steps take complete groups first. A step may use more groups than a batch, if groups would otherwise be too old
+        for the next step. Call this method between two steps. Otherwise the tasks are sampled with the weights from
+        before the step.
 
         Args:
             tasks: ids of the campaign's tasks.
-            token: idempotency key, so that the call can be repeated after a restart.
+            token: idempotency key. A restarted trainer can repeat the call with the same key.
             samples: number of rollouts in each group. Default: the policy's usual number.
 
         Raises:
-            ConfigError: a task is unknown or held out, or the policy runs no tasks.
+            ConfigError: a task is unknown or reserved for evaluation, or the policy runs no tasks.
             LedgerError: the token is not a valid file name, or was used for other tasks.
         """
         if not self.trained.samples:
@@ -528,7 +532,7 @@ class Dataflow:
             self.planning.control.add(tasks, token, samples)
 
     def committed(self, commit: Commit) -> None:
-        """Updates the state after the commit of a step, and requests the batches and the evaluation that are due."""
+        """Updates the state after the commit of a step, and requests the rollouts and the evaluation that are due."""
         self._committed = max(self._committed, commit.step)
         self.request()
         evaluate = self.config.evaluate
@@ -536,7 +540,8 @@ class Dataflow:
             request_evaluation(self.run, self.trained, evaluate.samples, commit.step)
 
     def add_checkpoint(self, step: int, checkpoint: str | os.PathLike[str]) -> None:
-        """Adds a checkpoint to its step's commit, which was written before the checkpoint was durable.
+        """Adds a checkpoint to the commit of its step. Use it if the step was committed before the checkpoint was
+        durable.
 
         Raises:
             ConfigError: the checkpoint directory is missing.
@@ -548,14 +553,15 @@ class Dataflow:
             self.files.commit(msgspec.structs.replace(commit, checkpoint=name, trainer=self.trainer))
 
     def request(self) -> None:
-        """Requests the batches that are due. Does nothing on ranks other than 0."""
+        """Requests the rollouts that are due. Only rank 0 acts."""
         if not self.rank:
             self.planning.request(self._committed)
 
     # --- reading ---
 
     def ordinal(self, version: int) -> int:
-        """Converts a campaign-wide weight version to the policy's own count, in which the initial model is 0."""
+        """Converts a campaign-wide weight version to its index among the policy's versions. The initial model has index
+        0."""
         if version not in self._ordinals:
             self._ordinals = ordinals(self.run, self.policy, self._ordinals)
         return self._ordinals.get(version, 0)
@@ -586,7 +592,7 @@ class Dataflow:
     # --- plans ---
 
     def try_plan(self, number: int) -> StepPlan | None:
-        """Returns the plan of a step, or ``None`` while rollouts are missing.
+        """Returns the plan of a step. Returns ``None`` if it still needs rollouts that have not arrived.
 
         Raises:
             LedgerError: a newer trainer has taken over.
@@ -599,8 +605,8 @@ class Dataflow:
         return self.planning.plan(number, self.trainer)
 
     def _await_plan(self, number: int) -> tuple[StepPlan | None, float]:
-        """Waits for the next plan. Returns the plan, or ``None`` if the training ends first, and the seconds spent
-        waiting."""
+        """Waits for the next plan. Returns it with the seconds spent waiting. The plan is ``None`` if the training ends
+        first."""
         waited, began, interval_s = 0.0, time.monotonic(), FIRST_POLL_S
         self._pods.begin()
         while True:
@@ -617,7 +623,7 @@ class Dataflow:
             interval_s = min(2 * interval_s, max(MAX_POLL_S, self.planning.journals / STATS_PER_S))
 
     def _end_before(self, step: int) -> str:
-        """Returns the reason why the step can never be planned, or an empty string if it still can."""
+        """Returns the reason why the step can never be planned. Returns an empty string if it still can."""
         if self._flags.cancelled:
             return "the campaign is cancelled"
         if self._flags.finished and not self.planning.complete_groups:

@@ -1,4 +1,4 @@
-"""PyTorch datasets over a campaign's trajectories, for one process or many.
+"""Reads a campaign's trajectories as PyTorch datasets, in one process or many.
 
     from torch.utils.data import DataLoader
     from megaflow_hpc.training.dataset import PackedTrajectories
@@ -9,9 +9,9 @@
         for batch in DataLoader(data, batch_size=None, num_workers=4):
             batch["tokens"], batch["loss_mask"], batch["logprobs"], batch["advantage"], batch["offsets"]
 
-Each process opens the file on its first read, so no HDF5 state crosses a fork, and a spawn pickles only a path and a
-few numbers. All workers of all ranks compute the same plan from the same seed, and each takes its share. So each
-trajectory is read once per epoch, regardless of the number of workers.
+Each process opens the file on its first read, so no HDF5 state crosses a fork. Starting a process by spawn pickles only
+a path and a few numbers. All workers of all ranks compute the same plan from the same seed, and each takes its share.
+So each trajectory is read once per epoch, regardless of the number of workers.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from megaflow_hpc.trajectories.reading.batch import Oversize, make_batch, plan_b
 from megaflow_hpc.trajectories.reading.store import TrajectoryStore, open_trajectories
 
 Batch = dict[str, Any]
-"""Columns of :meth:`~megaflow_hpc.trajectories.reading.store.TrajectoryStore.batch`, as tensors. Text columns are
+"""Tensors by column, as in :meth:`~megaflow_hpc.trajectories.reading.store.TrajectoryStore.batch`. Text columns are
 lists."""
 
 
 class _Opened:
-    """A trajectory store that each process opens lazily."""
+    """A trajectory store that each process opens on its first read."""
 
     def __init__(self, path: str | os.PathLike[str], where: str | None, advantage: Kind | None) -> None:
         self.path = os.fspath(path)
@@ -44,7 +44,8 @@ class _Opened:
         self.open()  # fail here rather than in a worker
 
     def open(self) -> tuple[TrajectoryStore, np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
-        """Returns the store, the selected row numbers, and the advantage of every row if requested."""
+        """Returns the store, the selected row numbers, and the advantage of every row. The advantages are ``None``
+        unless requested."""
         if self._mine is None or self._mine[0] != os.getpid():
             store = open_trajectories(self.path)
             rows = np.arange(len(store)) if self.where is None else store.select(self.where)
@@ -102,13 +103,14 @@ class Trajectories(Dataset[Batch]):
         return self._opened.batch(rows[[range(len(rows))[index]]], self._pad)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
-        """Returns all items as one batch. PyTorch's fetcher calls it instead of ``__getitem__``."""
+        """Returns the items as one batch. PyTorch's data loader calls this instead of ``__getitem__``."""
         rows = self._opened.open()[1]
         return [self._opened.batch(rows[np.asarray(indices, np.int64)], self._pad)]
 
     @staticmethod
     def collate(items: list[Batch]) -> Batch:
-        """Returns the batch that :meth:`__getitems__` built. Pass this method as the loader's ``collate_fn``."""
+        """Returns the batch from :meth:`__getitems__` unchanged. Pass this method to the data loader as
+        ``collate_fn``."""
         (batch,) = items
         return batch
 

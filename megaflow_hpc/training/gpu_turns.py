@@ -20,7 +20,7 @@ from megaflow_hpc.training.dataflow import FIRST_POLL_S, MAX_POLL_S, SAY_INTERVA
 
 
 class GpuTurns:
-    """Acquires the shared GPUs for this rank of a dataflow, and releases them."""
+    """Lets a trainer and its policy's engine use the same GPUs in turn."""
 
     def __init__(self, flow: Dataflow) -> None:
         self._flow = flow
@@ -33,8 +33,8 @@ class GpuTurns:
         self._process = process
 
     def take(self, step: int) -> float:
-        """Waits until the engine sleeps. Returns the seconds that the engine took to wake up and load weights after the
-        previous turn.
+        """Waits until the engine sleeps. Returns how many seconds the engine needed after the last turn to wake and
+        load weights.
 
         Args:
             step: identifier of this turn. It must be the same on all ranks and different for each turn.

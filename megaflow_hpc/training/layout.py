@@ -1,6 +1,7 @@
-"""Arranges the trainer's ranks, one per GPU, in a grid. Does not import torch, so that planning can check a layout.
+"""Arranges the trainer's ranks in a grid, with one rank per GPU. Planning checks layouts, so this module does not
+import torch.
 
-Consecutive ranks differ in the last dimension first::
+Ranks are numbered in this order, with the last dimension varying fastest::
 
     replicas × shards × context × tensor
 """
@@ -44,7 +45,7 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """Number of ranks that process the same rows. They are consecutive."""
+        """Number of consecutive ranks that process the same rows of tokens."""
         return self.context * self.tensor
 
     @property
@@ -70,10 +71,9 @@ class Layout:
 
 
 def key_copies(heads: int, key_heads: int, ranks: int) -> int:
-    """Returns the number of copies of each key head with which heads can be divided equally among ranks, each head
-    together with its key head.
+    """Returns how often each key head must be copied so that the heads can be divided equally among ranks.
 
-    Returns 0 if that is impossible.
+    Each rank needs the key head that belongs to each of its heads. Returns 0 if the heads cannot be divided.
     """
     copies = ranks // math.gcd(key_heads, ranks)
     return 0 if heads % ranks or heads % (key_heads * copies) else copies

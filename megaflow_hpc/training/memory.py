@@ -40,14 +40,14 @@ from megaflow_hpc.training.layout import Layout, key_copies
 CHUNK_LOGITS = 2**26
 """Number of logits that the trainer computes at once."""
 PROCESS_BYTES = 10**9
-"""Host memory of a rank, without tensors: Python, torch, transformers and CUDA's libraries. An estimate for ranks on
-GPUs."""
+"""Host memory in bytes of a rank on a GPU, without tensors. Python, torch, transformers and CUDA's libraries need it.
+Estimated."""
 MAX_SHARD_BYTES = 5 * 10**9
 """Maximum size of a safetensors file in a published version. The writer holds each file in memory twice."""
 GPU_GB = {
     "a40": 48, "b200": 180, "h100": 80, "h200": 141, "l4": 24, "l40": 48, "l40s": 48, "mi300x": 192, "t4": 16,
 }  # fmt: skip
-"""Memory in GB (10^9 bytes) of GPU types sold with a single memory size, from the data sheets."""
+"""Memory in GB (10^9 bytes) by GPU type, from the data sheets. Types sold with several memory sizes are missing."""
 GPU_TFLOPS = {
     "a100": 312, "a40": 150, "b200": 2250, "h100": 989, "h200": 989, "l4": 121, "l40": 181, "l40s": 362, "mi300x": 1307,
 }  # fmt: skip
@@ -59,8 +59,7 @@ on one H200. Communication between GPUs lowers the fraction."""
 
 
 VISION = re.compile(r"(^|\.)(visual|vision_\w+|\w*_?projector|mlp_AR|connector|aligner|embed_vision)\.")
-"""Matches the names of an image-text model's parameters that precede the language model: vision tower and
-projection."""
+"""Matches parameter names of an image-text model's vision tower and projection."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class ModelShape:
     head_norms: bool
     """True if queries and keys are normalised."""
     ends: int
-    """Number of parameters outside the layers, such as embeddings."""
+    """Number of parameters outside the layers, such as those of embeddings."""
     output: int
     """Number of parameters of the output embedding. A tied input embedding shares them."""
     dense: int
@@ -348,7 +347,7 @@ def predict(
 
 
 def _held(model: ModelShape, layout: Layout, size: int) -> float:
-    """Returns the bytes per token that a layer saves for the backward pass."""
+    """Returns the bytes per token that the forward pass of a layer keeps for the backward pass."""
     query = model.heads * model.head / layout.tensor
     key = model.key_heads * model.head / layout.tensor
     norm = 4 + size  # a float32 copy, and the normalised values
@@ -364,7 +363,7 @@ def _held(model: ModelShape, layout: Layout, size: int) -> float:
 
 
 def _inside(model: ModelShape, layout: Layout, size: int) -> float:
-    """Returns the bytes per token that a layer's MLP or experts save for the backward pass."""
+    """Returns the bytes per token that the forward pass of an MLP, or of experts, keeps for the backward pass."""
     held = 4 * size * model.intermediate / layout.tensor
     if model.experts:
         rows = model.chosen
@@ -374,7 +373,7 @@ def _inside(model: ModelShape, layout: Layout, size: int) -> float:
 
 
 def _in_flight(model: ModelShape, layout: Layout, size: int) -> float:
-    """Returns the bytes per token that a layer's backward pass needs temporarily."""
+    """Returns the bytes per token that the backward pass of a layer needs temporarily."""
     flight = size * model.hidden
     if model.experts:
         return flight + (2 if layout.expert > 1 else 3) * model.chosen * size * model.hidden
@@ -401,13 +400,14 @@ def _first(config: Mapping[str, Any], *names: str) -> Any:
 
 
 def gpu_flops(gpu_type: str | None) -> float | None:
-    """Returns the bfloat16 operations per second that a GPU is assumed to reach, or ``None`` if its type is unknown."""
+    """Returns the bfloat16 operations per second that training is assumed to reach on a GPU. Returns ``None`` for an
+    unknown type."""
     peak = _of_type(gpu_type, GPU_TFLOPS)
     return None if peak is None else SHARE_OF_PEAK * peak * 1e12
 
 
 def gpu_memory(gpu_type: str | None) -> float | None:
-    """Returns a GPU's memory in GB (10^9 bytes), or ``None`` if the type does not determine the size.
+    """Returns the memory of a GPU in GB (10^9 bytes). Returns ``None`` if GPUs of this type have different sizes.
 
     Args:
         gpu_type: Slurm's name for the type, such as ``a100_80gb`` or ``h100``.

@@ -1,10 +1,10 @@
 """Loads user functions that replace built-in methods. The campaign file names them as ``package.module:function``.
 
-Planning copies the modules next to the campaign file into ``RUN/code``. In ``RUN/training/methods.json``, it records
-digests of each function's source file and of the user's modules that this file imports (:func:`sources`). A trainer
-imports the copies. It refuses to start if a source file's digest has changed, because a repeated step must compute the
-same results. The functions are part of the user's configuration, so they are trusted and run in the trainer's process.
-Their results are checked before use (:func:`numbers`).
+Planning copies the modules next to the campaign file into ``RUN/code``. In ``RUN/training/methods.json`` it records
+digests of each function's source file, and of the user's modules that this file imports (:func:`sources`). A trainer
+imports the copies. It refuses to start if a digest has changed, because a repeated step must compute the same results.
+The functions are part of the user's configuration, so they are trusted and run in the trainer's process. Their results
+are checked before use (:func:`numbers`).
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ if TYPE_CHECKING:
 
 RECORD_FILE = "methods.json"
 OURS = "megaflow_hpc"
-"""Name of this package. A run records the package's version, so its modules need no digest."""
+"""This package's name. A run records the package's version, so its modules need no digest."""
 INSTALLED = {"site-packages", "dist-packages"}
 """Names of directories that contain installed packages."""
 
 Digests = dict[str, dict[str, str]]
-"""Hexadecimal SHA-256 digests of source files. Maps the module of each function to the digests of that module and of
-the user's modules that it imports, by module name."""
+"""SHA-256 digests in hexadecimal. The outer key is a function's module. The inner keys are that module and the user's
+modules that it imports."""
 
 
 def methods_of(training: TrainingConfig) -> dict[str, Method]:
-    """Returns the user functions in the section ``training``, by key in the campaign file."""
+    """Returns the user functions that the section ``training`` names, by their key in the campaign file."""
     values: dict[str, Any] = {
         "training.trainer": training.trainer,
         "training.prompts.order": training.prompts.order,
@@ -140,8 +140,8 @@ def _digest(path: Path) -> str:
 
 
 def identity(method: Method) -> str:
-    """Returns a function's name and a hexadecimal SHA-256 digest of its source files, or only the name for this
-    package's own functions."""
+    """Returns a string that identifies a function: its name, and a hexadecimal SHA-256 digest of its source files. For
+    this package's functions, it is only the name."""
     together = (json.dumps(found, sort_keys=True).encode() for found in digests([method]).values())
     return " ".join([method.name, *(hashlib.sha256(text).hexdigest() for text in together)])
 
@@ -211,8 +211,8 @@ def call(method: Method, *values: Any, **named: Any) -> Any:
 
 
 def guarded(method: Method) -> Callable[..., Any]:
-    """Wraps a user's function so that it is called through :func:`call`. The wrapper has the function's name.
-    Out-of-memory errors are not converted, because the caller may retry with smaller inputs."""
+    """Wraps a user's function so that it is called through :func:`call` and keeps its name. Out-of-memory errors are
+    not converted, because the caller may retry with smaller inputs."""
 
     def guard(*values: Any) -> Any:
         try:
@@ -273,19 +273,21 @@ def mapping(method: Method, value: Any, keys: Collection[str], what: str) -> Map
     """Checks that a function returned a mapping with exactly these keys."""
     if not isinstance(value, Mapping):
         raise wrong(method, f"returned {type(value).__name__}", f"a mapping from {what} to values")
-    if odd := sorted(keys - value.keys()) or sorted(map(str, value.keys() - keys)):
-        state = "lacks" if odd[0] in keys else "returned the unknown"
-        raise wrong(method, f"{state} {what} {odd[0]!r}", f"one entry for each of the {len(keys)} passed in")
+    lacking, unknown = sorted(keys - value.keys()), sorted(map(str, value.keys() - keys))
+    if lacking or unknown:
+        problem = f"lacks {what} {lacking[0]!r}" if lacking else f"returned the unknown {what} {unknown[0]!r}"
+        raise wrong(method, problem, f"one entry for each of the {len(keys)} passed in")
     return value
 
 
 def wrong(method: Method, found: str, expected: str) -> ConfigError:
-    """Returns the error for an invalid result."""
+    """Returns the error that reports a user function's invalid result."""
     return ConfigError(f"{method}: {found}, expected {expected}; no step was taken; correct the function")
 
 
 def _at(error: BaseException) -> str:
-    """Returns the file and line of the user's code that raised an error, or an empty string if other code raised it."""
+    """Returns the file and line of the user's code that raised an error. Returns an empty string if other code raised
+    it."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     last = frames[-1] if frames else None
     own = last is None or last.filename in (__file__, importlib.__file__, functools.__file__)
@@ -322,8 +324,8 @@ def sources(module: str, file: Path) -> dict[str, Path]:
 
 
 def _imports(module: str, file: Path) -> Iterator[str]:
-    """Yields the names of modules that a module's source may import, with their packages. Some may be attributes
-    instead."""
+    """Yields the names of modules, with their packages, that a module's source may import. Some of them may be
+    attributes instead."""
     if file.suffix != ".py":
         return
     try:
@@ -346,13 +348,13 @@ def _imports(module: str, file: Path) -> Iterator[str]:
 
 
 def _with_packages(name: str) -> list[str]:
-    """Returns the packages that contain a module, and the module itself."""
+    """Returns the names of the packages that contain a module, followed by the module's own name."""
     parts = name.split(".")
     return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
 def _submodules(package: str) -> list[str]:
-    """Returns the modules of a user's package, because ``from package import *`` may import any of them."""
+    """Returns the modules in a user's package, because ``from package import *`` may import any of them."""
     spec = _spec(package)
     folders = [folder for folder in (spec and spec.submodule_search_locations) or () if _is_users(Path(folder))]
     return [f"{package}.{found.name}" for found in pkgutil.iter_modules(folders)]
@@ -371,7 +373,7 @@ def _spec(name: str) -> ModuleSpec | None:
 
 
 def _file(spec: ModuleSpec | None) -> Path | None:
-    """Returns a module's file, or ``None`` for a missing or built-in module, or a package without ``__init__``."""
+    """Returns a module's file. Returns ``None`` for missing and built-in modules, and packages without ``__init__``."""
     return Path(spec.origin) if spec and spec.has_location and spec.origin and Path(spec.origin).is_file() else None
 
 

@@ -20,13 +20,13 @@ from megaflow_hpc.trajectories.reading.sources import experts_of
 from megaflow_hpc.trajectory import Image, ImageSpan, TokenSequence
 
 ShownImage = tuple[ImageSpan, Image]
-"""An image in a sequence, and its placeholder tokens, in place of which the model saw the image."""
+"""An image in a sequence, with the span of placeholder tokens that it replaces in the model's input."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """S concatenated sequences with T tokens in total. Each token is predicted only from earlier tokens of its
-    sequence."""
+    """Input of one forward pass: S concatenated sequences with T tokens in total. Tokens see only earlier tokens of
+    their own sequence."""
 
     tokens: NDArray[np.int32]
     """Token ids, shape (T)."""
@@ -35,11 +35,11 @@ class MicroBatch:
     offsets: NDArray[np.int64]
     """Start of each sequence, followed by T, shape (S+1)."""
     mask: NDArray[np.uint8]
-    """1 for tokens to train on, otherwise 0, shape (T)."""
+    """1 for tokens to train on, 0 for the others, shape (T)."""
     logprobs: NDArray[np.float32]
     """The engine's log-probability of each token, shape (T). 0 where the mask is 0."""
     versions: NDArray[np.int32]
-    """Ordinal of the version that sampled each token, shape (T). -1 if not sampled."""
+    """Index among the policy's versions of the weights that sampled each token, shape (T). -1 if not sampled."""
     advantages: NDArray[np.float32]
     """Advantage of each token, shape (T). 0 where the mask is 0."""
     weights: NDArray[np.float32]
@@ -47,18 +47,19 @@ class MicroBatch:
     sample: NDArray[np.int32]
     """Index of each sequence's rollout in the step, shape (S)."""
     sequence: NDArray[np.int32]
-    """Index of each sequence among the policy's in its rollout, shape (S)."""
+    """Index of each sequence among the policy's sequences of the same rollout, shape (S)."""
     group: NDArray[np.int32]
     """Index of each sequence's group in the step, shape (S)."""
     rollout_tokens: NDArray[np.int64]
-    """Number of tokens to train on in each sequence's whole rollout, shape (S)."""
+    """Number of tokens to train on in the whole rollout of each sequence, shape (S)."""
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    """Extra values of tokens by column name, each of shape (T). See :mod:`megaflow_hpc.training.trainer.columns`."""
+    """Extra values for each token by column name, of shape (T) each. See
+    :mod:`megaflow_hpc.training.trainer.columns`."""
     experts: NDArray[np.int16] | None = None
     """Experts to which the engine routed each token, shape (T, layers, experts per token). -1 if unknown. ``None`` if
     no sequence has any."""
     images: tuple[tuple[ShownImage, ...], ...] = ()
-    """Images in each sequence (S), sorted by position. Empty if there are none."""
+    """Images in each of the S sequences, sorted by position. Empty if no sequence has any."""
 
     def __repr__(self) -> str:
         sequences = len(self.offsets) - 1
@@ -70,32 +71,31 @@ class MicroBatch:
         return int(self.mask.sum())
 
     def sequence_keys(self) -> list[tuple[int, int]]:
-        """Returns a key for each sequence: its rollout and its index in the rollout. Keys are the same in every
-        minibatch of the step. Tokens would not identify a sequence, because sequences with the same tokens may contain
-        different images."""
+        """Returns (rollout, sequence) for each sequence, as a key that stays the same in every minibatch of the step.
+        Tokens cannot serve as keys, because sequences with equal tokens may contain different images."""
         return list(zip(self.sample.tolist(), self.sequence.tolist(), strict=True))
 
 
 class SequencePart(NamedTuple):
-    """One sequence of a planned rollout."""
+    """Identifies a sequence of a planned rollout."""
 
     rollout: int
     """Index of the rollout in the plan."""
     sequence: int
-    """Index among the policy's sequences in the rollout."""
+    """Index of the sequence among the policy's sequences of the rollout."""
     length: int
 
 
 EQUAL_LENGTH = 12 * 4096
-"""Sequence length at which causal attention costs as much as the rest of a layer, which is about 12 × the hidden size.
-The value is for a model with 8 billion parameters. It only affects packing."""
+"""Sequence length at which causal attention costs as much as the rest of a layer. It is about 12 × the hidden size,
+here for a model with 8 billion parameters. It only affects packing."""
 
 Load = Callable[[int], list[TokenSequence]]
-"""Function that returns the policy's sequences of a rollout, given the rollout's index in the plan."""
+"""Function that takes a rollout's index in the plan and returns the policy's sequences."""
 LoadImages = Callable[[int], Mapping[str, Image]]
-"""Function that returns the images of a rollout by SHA-256, given the rollout's index in the plan."""
+"""Function that takes a rollout's index in the plan and returns its images by SHA-256."""
 Ordinal = Callable[[int], int]
-"""Function that converts a campaign-wide weight version to the policy's own count."""
+"""Function that converts a campaign-wide weight version to its index among the policy's versions."""
 
 
 class Minibatch:
@@ -133,7 +133,7 @@ class Minibatch:
         return f"<Minibatch: {len(self.rollouts)} rollouts, {self.tokens} tokens to train on>"
 
     def microbatches(self, tokens: int, skip_zero: bool = False) -> Iterator[MicroBatch]:
-        """Yields this rank's micro-batches. Ranks with fewer micro-batches than others also yield empty ones.
+        """Yields this rank's micro-batches. Every rank gets the same number, so some may be empty.
 
         Args:
             tokens: maximum number of tokens in a micro-batch. A longer sequence gets a micro-batch of its own.
@@ -199,12 +199,13 @@ class Minibatch:
 
 
 def images_of_sequence(sequence: TokenSequence, images: Mapping[str, Image]) -> tuple[ShownImage, ...]:
-    """Returns the images in a sequence, each with its placeholder tokens."""
+    """Returns the images in a sequence, each with the span of its placeholder tokens."""
     return tuple((span, images[span.image]) for span in sequence.images)
 
 
 def ordinals_of(versions: NDArray[np.int32], ordinal: Ordinal) -> NDArray[np.int32]:
-    """Converts campaign-wide weight versions (T) to the policy's own count. Keeps -1 for tokens without a version."""
+    """Converts campaign-wide weight versions (T) to indices among the policy's versions. Keeps -1 for tokens without a
+    version."""
     distinct, inverse = np.unique(versions, return_inverse=True)
     converted = [ordinal(version) if version >= 0 else -1 for version in distinct.tolist()]
     return np.array(converted, np.int32)[inverse]
@@ -249,11 +250,11 @@ def token_advantages(rollout: PlannedRollout, sequence: int, length: int) -> NDA
 
 
 def _balanced(parts: Sequence[SequencePart], tokens: int, ranks: int) -> list[list[SequencePart]]:
-    """Packs sequences, longest first, into as few rounds of ``ranks`` bins as possible, with similar costs.
+    """Packs sequences, longest first, into bins of similar cost. Uses as few rounds of ``ranks`` bins as possible.
 
     All ranks compute a round together, so its duration depends on the most expensive bin. Each sequence is added to the
-    cheapest bin that has room for it. Bins are returned in order of decreasing cost, so that the bins of a round have
-    similar costs.
+    cheapest bin with enough space. The result is sorted by decreasing cost, so that the bins of a round have similar
+    costs.
     """
     count = len(_first_fit(parts, tokens))
     while True:
@@ -269,13 +270,14 @@ def _balanced(parts: Sequence[SequencePart], tokens: int, ranks: int) -> list[li
             room[chosen] -= part.length
             costs[chosen] += part.length * (part.length + EQUAL_LENGTH)
         else:
-            return [bins[n] for n in sorted(range(count), key=lambda n: (-costs[n], n)) if bins[n]]
+            by_cost = sorted(range(count), key=lambda n: -costs[n])  # stable
+            return [bins[n] for n in by_cost if bins[n]]
         count += 1
 
 
 def rows_in_order(lengths: Iterable[int], tokens: int) -> Iterator[list[int]]:
-    """Groups consecutive sequences so that each group fits into a forward pass of ``tokens`` tokens. Yields their
-    indices."""
+    """Splits consecutive sequences into groups of at most ``tokens`` tokens for one forward pass. Yields the indices of
+    each group."""
     row: list[int] = []
     room = tokens
     for index, length in enumerate(lengths):
@@ -306,12 +308,12 @@ def _joined(parts: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> ND
 
 
 def split(groups: Sequence[int], size: int, random: np.random.Generator | None = None) -> list[list[int]]:
-    """Splits the rollouts of a step into minibatches of whole groups.
+    """Splits the rollouts of a step into minibatches. Keeps the rollouts of a group together.
 
     Args:
         groups: index of each rollout's group.
         size: number of groups in a minibatch.
-        random: random generator with which groups are shuffled. If ``None``, groups keep the plan's order.
+        random: random generator that shuffles the groups. If ``None``, groups keep the plan's order.
 
     Returns:
         The rollout indices of each minibatch.

@@ -47,16 +47,17 @@ COLUMN_PREFIX = "column."
 
 R = TypeVar("R", bound=msgspec.Struct)
 BySequence = Mapping[tuple[int, int], NDArray[np.float32]]
-"""Maps (rollout index, sequence index) in a step to the values (L) for that sequence's tokens."""
+"""Maps (rollout index, sequence index) in a step to values of shape (L), one for each of the sequence's L tokens."""
 Columns = Mapping[str, list[list[NDArray[np.float32]]]]
-"""Maps column names to nested lists: for each rollout of a step, the values (L) for each of its sequences."""
+"""Maps column names to nested lists. For each rollout and each of its sequences, there is an array with a value per
+token."""
 
 
 class RecordPlace(msgspec.Struct, array_like=True, frozen=True):
-    """Location of a rollout's record in a journal."""
+    """Location of a rollout's record in the journals."""
 
     journal: str
-    """File name in ``RUN/journal``."""
+    """Name of the journal file in ``RUN/journal``."""
     start: int
     """Offset of the record's first byte in the file."""
     epoch: int = 0
@@ -74,20 +75,20 @@ class PlannedRollout(msgspec.Struct, kw_only=True):
     reward: float | None = None
     """The verifier's reward, or ``None`` if the rollout was not verified."""
     scores: dict[str, float] = {}
-    """Rewards from a scorer, by name. ``score`` is for the whole rollout and replaces ``reward``."""
+    """Rewards from a scorer, by name. The reward ``score`` is for the whole rollout and replaces ``reward``."""
     advantage: float = 0.0
-    """Advantage of all sampled tokens. If :attr:`advantages` is set, the mean over tokens."""
+    """Advantage of all sampled tokens. If :attr:`advantages` is set, this is the mean over tokens."""
     advantages: list[float] = []
     """Advantage of each of the policy's sequences, or of each turn in :attr:`turns`. Empty if all tokens have the same
     advantage."""
     turns: list[tuple[int, int, int]] = []
-    """(sequence, start, end) of each of the policy's model calls, if calls have their own advantages."""
+    """Sequence index, first token and end of each of the policy's model calls, if calls have their own advantages."""
     roles: dict[str, float] = {}
-    """Reward of each role that the policy played. Empty if there is no team."""
+    """Reward of each role that the policy played. Empty if the agents do not form a team."""
     weight: float = 1.0
     """Weight of the rollout's tokens in the loss."""
     oldest: int = -1
-    """Ordinal of the oldest version that sampled a token. -1 if nothing was sampled."""
+    """Index among the policy's versions of the oldest weights that sampled a token. -1 if nothing was sampled."""
     replayed: bool = False
     """True if an earlier step settled the rollout and a ``data`` operation added it again."""
     lengths: list[int] = []
@@ -97,26 +98,26 @@ class PlannedRollout(msgspec.Struct, kw_only=True):
 
 
 class Settled(msgspec.Struct, kw_only=True, frozen=True):
-    """Which groups are settled and which rollouts are waiting after a step."""
+    """State of the rollout buffer after a step: groups that are settled, and rollouts that wait for a step."""
 
     cursor: dict[str, Any] = {}
     """Position in each journal at which reading resumes."""
     waiting: list[RecordPlace] = []
-    """Records of rollouts that have been read but are not in a step yet."""
+    """Records of the rollouts that have been read but that no step has used yet."""
     first_block: int = 0
-    """Number of the first block that may have unsettled groups. All groups in earlier blocks are settled."""
+    """Number of the first block that may have unsettled groups. The groups in all earlier blocks are settled."""
     groups: list[str] = []
-    """Settled groups in :attr:`first_block` and later blocks."""
+    """Settled groups in the block :attr:`first_block` and later blocks."""
 
 
 class StepPlan(msgspec.Struct, kw_only=True):
-    """The rollouts and decisions of one step."""
+    """Stored plan of one step: its rollouts, and the decisions about them."""
 
     format_version: int = FORMAT_VERSION
     step: int
     """Step number, from 1."""
     version: int
-    """Ordinal of the policy's newest weights when the step was planned. Staleness is measured relative to it."""
+    """Index of the policy's newest weights when the step was planned. Staleness is measured relative to it."""
     seed: list[int]
     """Seed of every random choice in the step."""
     rollouts: list[PlannedRollout] = []
@@ -148,12 +149,15 @@ class StepPlan(msgspec.Struct, kw_only=True):
 
 
 AMENDED = "amended"
-"""Reason in a plan's ``drops`` for rollouts that an amendment leaves out. The amendment contains the actual cause."""
+"""Reason in a plan's ``drops`` for a rollout that an amendment leaves out. The amendment gives the cause."""
 
 
 def amended(plan: StepPlan, amendments: Iterable[Amendment]) -> StepPlan:
-    """Applies amendments that leave out rollouts. These rollouts get weight 0 and are listed in ``drops``, so that all
-    other rollouts keep their index and minibatch. If one rollout of a pair is left out, so is the other."""
+    """Applies amendments that leave out rollouts. Returns a plan in which these rollouts have weight 0 and are listed
+    in ``drops``.
+
+    All other rollouts keep their index and minibatch. If one rollout of a preference pair is left out, so is the other.
+    """
     left_out: dict[str, str] = {}
     for amendment in amendments:
         names = [rollout.id for rollout in plan.rollouts] if amendment.skip else amendment.rollouts
@@ -170,8 +174,11 @@ def amended(plan: StepPlan, amendments: Iterable[Amendment]) -> StepPlan:
 
 
 def _pairs(plan: StepPlan) -> Iterator[tuple[str, str]]:
-    """Yields the pairs of a plan. Two rollouts form a pair if they are the only rollouts of their group with an
-    advantage, and the advantages have opposite signs. One of them alone would have nothing to be compared with."""
+    """Yields the preference pairs of a plan. In each pair, no other rollout of the group has an advantage, and the two
+    advantages have opposite signs.
+
+    A rollout of a pair cannot be trained on alone, because it would have nothing to be compared with.
+    """
     groups: dict[str, list[PlannedRollout]] = {}
     for rollout in plan.rollouts:
         if rollout.weight and (rollout.advantage or any(rollout.advantages)):
@@ -182,28 +189,28 @@ def _pairs(plan: StepPlan) -> Iterator[tuple[str, str]]:
 
 
 class TaskBatch(msgspec.Struct, kw_only=True):
-    """Tasks requested together. The ledger's blocks are derived from this record, so that each block is added only
-    once."""
+    """Record of tasks that a trainer requested together. The ledger's blocks are derived from it, so each block is
+    added only once."""
 
     batch: int
     """Batch number, from 0."""
     tasks: list[tuple[str, int]]
-    """(task, round) pairs."""
+    """Requested groups, as (task id, round number) pairs."""
     samples: int
     version: int = 0
-    """Lower bound on the versions that sample the batch's tokens: the ordinal of the policy's newest weights at the
-    time of the request or, if smaller, the number of steps that a helper policy had committed."""
+    """Index of the oldest weights that may sample the batch's tokens. It is the index of the policy's newest weights at
+    the time of the request, or the number of steps that a helper policy had committed, if smaller."""
     state: dict[str, Any] = {}
     """State of task selection after this batch."""
 
 
 class Refill(TaskBatch, kw_only=True):
-    """Extra tasks requested by a step to replace dropped groups. ``batch`` is the number of batches requested so
+    """Record of extra tasks that a step requested to replace dropped groups. ``batch`` is the number of batches so
     far."""
 
 
 class Added(TaskBatch, kw_only=True):
-    """Extra tasks requested by the trainer. ``batch`` is the number of batches requested so far."""
+    """Record of extra tasks that the user's trainer requested. ``batch`` is the number of batches so far."""
 
 
 class TrainingFiles:
@@ -214,7 +221,7 @@ class TrainingFiles:
         self.checkpoints, self.metrics = self.path / "checkpoints", self.path / "metrics.jsonl"
 
     def create(self) -> None:
-        """Creates the directories."""
+        """Creates the directories of the training files."""
         for folder in (self.path.parent, self.path, self.checkpoints, *map(self._folder, _KINDS)):
             make_directory(folder)
 
@@ -245,7 +252,7 @@ class TrainingFiles:
         return record
 
     def claim(self, number: int, record: R) -> R:
-        """Publishes a record under a number unless the number is taken. Returns the stored record."""
+        """Stores a record under a number unless that number is taken. Returns the record that is stored."""
         path = self._folder(type(record)) / f"{number:06d}.json"
         try:
             write_atomic(path, msgspec.json.encode(record), exclusive=True)
@@ -270,11 +277,11 @@ class TrainingFiles:
         return hashlib.sha256(read_regular(self.columns_file(step))).hexdigest()
 
     def claim_columns(self, plan: StepPlan, values: Mapping[str, BySequence]) -> None:
-        """Publishes the columns of a step unless they already exist.
+        """Stores the columns of a step unless they already exist.
 
         Args:
             plan: the stored plan.
-            values: for each column name, the values for each sequence. Missing sequences get 0.
+            values: by column name, the values for each sequence. Missing sequences get 0.
         """
         arrays = {
             "plan": np.frombuffer(bytes.fromhex(self.digest(plan.step)), np.uint8),
@@ -315,7 +322,7 @@ class TrainingFiles:
         return columns
 
     def prune_columns(self, step: int) -> None:
-        """Removes the columns of steps up to ``step``. These steps are never repeated."""
+        """Removes the columns of all steps up to ``step``, because these steps are never repeated."""
         for path in self.columns_file(step).parent.glob("[0-9]*.npz"):
             if int(path.stem) <= step:
                 path.unlink(missing_ok=True)
@@ -323,7 +330,7 @@ class TrainingFiles:
     # --- starts of the trainer ---
 
     def enter(self, trainer: Trainer) -> int:
-        """Registers a start of the policy's trainer. Returns its sequence number, from 1."""
+        """Records a new start of the policy's trainer. Returns its sequence number, from 1."""
         number = (self.numbers(Trainer) or [0])[-1] + 1
         while self.claim(number, trainer) is not trainer:
             number += 1
@@ -353,7 +360,7 @@ class TrainingFiles:
         write_atomic(self._folder(Commit) / f"{commit.step:06d}.json", msgspec.json.encode(commit))
 
     def checkpoint_name(self, checkpoint: str | os.PathLike[str]) -> str:
-        """Returns a checkpoint's path in the form that commits store: relative if the checkpoint is in the run
+        """Returns a checkpoint's path as commits store it. The path is relative if the checkpoint is in the run
         directory.
 
         Raises:
@@ -365,8 +372,8 @@ class TrainingFiles:
         return os.path.relpath(path, run) if path.is_relative_to(run) else str(path)
 
     def committed(self, with_checkpoint: bool = False) -> Commit | None:
-        """Returns the last commit, or the last commit whose checkpoint exists. Returns ``None`` if there is no such
-        commit."""
+        """Returns the last commit, or ``None`` if there is none. With ``with_checkpoint``, considers only commits whose
+        checkpoint exists."""
         for number in reversed(self.numbers(Commit)):
             commit = self.read(Commit, number)
             if commit and (not with_checkpoint or (commit.checkpoint and (self.run.path / commit.checkpoint).exists())):
@@ -375,7 +382,7 @@ class TrainingFiles:
 
 
 def _sequences(plan: StepPlan) -> Iterator[tuple[tuple[int, int], int]]:
-    """Yields the key (rollout, sequence) and the length of each sequence in a plan, in order."""
+    """Yields ((rollout index, sequence index), number of tokens) for each sequence in a plan."""
     for index, rollout in enumerate(plan.rollouts):
         for number, length in enumerate(rollout.lengths):
             yield (index, number), length

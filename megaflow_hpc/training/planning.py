@@ -30,12 +30,12 @@ NO_TASK_LEFT = "no task is left to request (training.prompts)"
 
 
 class Planner:
-    """Plans one policy's steps by applying data algorithms to the policy's rollout buffer.
+    """Plans one policy's steps by applying data algorithms to the groups in the policy's buffer.
 
     Args:
         learned: state of the algorithms after the last plan.
         earlier: earlier plans, newest first. Iterated only as far as needed for replay.
-        bound: maximum staleness of rollouts. Older rollouts are dropped. ``None`` means no maximum.
+        bound: maximum staleness of rollouts in versions. Older rollouts are dropped. ``None`` means no maximum.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class Planner:
         self._scorer = identity(score) if score else ""
         self._keeps_successes = any(step.method and takes(step.method, "earlier") for step in config.data)
         self._read: dict[RecordPlace, tuple[Sample, Arrived] | None] = {}
-        """Cache of kept successes, by location of the record. ``None`` if the record is damaged."""
+        """Caches passed rollouts of earlier steps, by location of the record. ``None`` if the record is damaged."""
         self._used: deque[tuple[SampleGroup, dict[str, Arrived]]] = deque(maxlen=self._replayable)
-        """Groups that may be replayed, newest last, in the state from before their step's ``data`` operations."""
+        """Groups that may be replayed, newest last. Stored as they were before their step's ``data`` operations."""
         for plan in earlier if self._replayable else ():
             for group in reversed(buffer.read_groups(plan)):
                 self._used.appendleft(group)
@@ -81,13 +81,13 @@ class Planner:
         only: Collection[str] | None = None,
         due: Collection[str] = (),
     ) -> StepPlan | None:
-        """Returns the plan of a step. If groups are missing, sets :attr:`lacks` to their number and returns ``None``.
+        """Returns the plan of a step. Returns ``None`` if groups are missing, and sets :attr:`lacks` to their number.
 
         Args:
-            version: ordinal of the newest weights.
-            want: number of groups that the step waits for and settles, whether it trains on them or drops them.
+            version: index of the policy's newest weights.
+            want: number of groups that the step waits for and settles. It trains on them or drops them.
             least: minimum number of groups to settle, oldest first, if more than ``want`` are complete.
-            last: true if no more rollouts will arrive, so that fewer groups suffice.
+            last: true if no more rollouts will arrive. Fewer groups then suffice.
             replace: do not count dropped groups towards ``want``.
             short: accept fewer groups to train on, provided that ``want`` groups are complete.
             only: ids of the groups that the step may settle. Default: all groups.
@@ -169,7 +169,8 @@ class Planner:
         )
 
     def _earlier(self, groups: Iterable[SampleGroup]) -> dict[str, list[Sample]]:
-        """Reads the kept successes for the groups' tasks. Returns them by task, without damaged records."""
+        """Reads passed rollouts of earlier steps for the groups' tasks. Returns them by task, and omits damaged
+        records."""
         before, self._read = self._read, {}
         tasks = {group.task for group in groups}
         earlier: dict[str, list[Sample]] = {}
@@ -184,8 +185,8 @@ class Planner:
     def _with_successes(
         self, kept: Mapping[str, list[Any]], settled: Iterable[SampleGroup], drops: Collection[str]
     ) -> dict[str, list[Any]]:
-        """Returns the kept successes after settling groups. For each task, they are the (location, scores, agent) of
-        each agent's newest passed rollouts."""
+        """Updates the record of passed rollouts after a step settled the groups. For each task, it contains (location,
+        scores, agent) of each agent's newest passed rollouts."""
         successes = dict(kept)
         passed = [
             sample
@@ -203,7 +204,7 @@ class Planner:
         return successes
 
     def has_stale(self, version: int) -> bool:
-        """Returns whether a complete group has tokens older than the bound."""
+        """Returns whether a complete group has tokens that exceed the maximum staleness."""
         oldest = min((group.oldest for group in self.buffer.complete() if group.oldest >= 0), default=version)
         return self._bound is not None and version - oldest > self._bound
 
@@ -211,7 +212,7 @@ class Planner:
 def _planned(
     sample: Sample, stored: Sample, arrived: Arrived, valued: tuple[Values, float], replayed: bool, roles: RoleRewards
 ) -> PlannedRollout:
-    """Returns the plan's entry for a sample.
+    """Returns a sample's entry in the plan.
 
     Args:
         stored: the sample before the ``data`` operations, which may have changed its rewards.
@@ -253,7 +254,7 @@ class Planning:
         paced: true if the campaign file defines the training, so that its staleness bound applies. If false, rollouts
             are used as they arrive, regardless of age.
         sequences: reads token sequences.
-        ordinal: converts a campaign-wide weight version to the policy's own count.
+        ordinal: converts a campaign-wide weight version to its index among the policy's versions.
     """
 
     def __init__(
@@ -270,13 +271,13 @@ class Planning:
         self._sequences, self._ordinal = sequences, ordinal
         self._requests = paced and policy.samples > 0
         self._uses_up = paced and not policy.samples
-        """True if the policy requests no rollouts itself. Its training then ends when no group is left."""
+        """True if the policy requests no rollouts itself. Its training ends once all groups are used."""
         self._bound = config.staleness if paced else None
         self._owners = [Peer(run, owner) for owner in policy.followed] if paced else []
         self._readiness = Readiness(run)
         self._flags = Marks(run)
         self._planner: Planner | None = None
-        """Planner with the unsettled rollouts. Rebuilt from the last plan when needed."""
+        """Plans steps from the unsettled rollouts. Rebuilt from the last plan when needed."""
         helpers = [Peer(run, helper) for helper in policy.helpers] if paced else []
         self.control = StalenessControl(files, policy, config, self._readiness, helpers)
         self.ends = ""
@@ -284,13 +285,13 @@ class Planning:
         self._waits_for = ""
 
     def request(self, committed: int) -> None:
-        """Requests the batches that are due.
+        """Requests the rollouts that are due.
 
         Args:
             committed: number of the last committed step.
 
         Raises:
-            OSError: the run directory is unavailable; the next call continues.
+            OSError: the run directory is unavailable. The next call continues.
         """
         if self._requests:
             self.control.keep(committed, self._learned_prompts())
@@ -300,7 +301,7 @@ class Planning:
         return self.control.want(step) if self._requests else self._config.batch
 
     def missing(self, step: int) -> str:
-        """Describes what a step is waiting for, as a phrase for log lines."""
+        """Describes what a step is waiting for, in a phrase for log lines."""
         if self._waits_for:
             return self._waits_for
         complete, wanted = self.complete_groups, self.wanted(step)
@@ -309,30 +310,30 @@ class Planning:
 
     @property
     def complete_groups(self) -> int:
-        """Number of complete groups that are not in a plan."""
+        """Number of complete groups that no plan has used yet."""
         return len(self._planner.buffer.complete()) if self._planner else 0
 
     @property
     def open_groups(self) -> int:
-        """Number of groups that are not in a plan, complete or not."""
+        """Number of groups that no plan has used yet, complete or not."""
         return self._planner.buffer.open_groups if self._planner else 0
 
     @property
     def journals(self) -> int:
-        """Number of journals that each poll must stat."""
+        """Number of journal files that each poll checks for new records."""
         return self._planner.buffer.journals if self._planner else 0
 
     def plan(self, step: int, trainer: int) -> StepPlan | None:
-        """Returns the plan of a step, or ``None`` while its rollouts are missing.
+        """Returns the plan of a step, or ``None`` if rollouts are missing.
 
-        If another trainer has claimed the step in the meantime, returns that trainer's plan.
+        If another start of the trainer has stored a plan for the step in the meantime, returns that plan.
 
         Args:
             step: number of the step, from 1.
             trainer: sequence number of this trainer start.
 
         Raises:
-            OSError: the run directory is unavailable; the next call continues.
+            OSError: the run directory is unavailable. The next call continues.
         """
         if self._planner is None:
             self._planner = self._new_planner(step)
@@ -352,8 +353,8 @@ class Planning:
         return claimed
 
     def _followed(self, step: int) -> set[str] | None:
-        """Returns the groups that the owners' steps with this number use, or ``None`` if an owner has not planned the
-        step yet or no group is left."""
+        """For a helper policy, returns the groups that the owners use in this step. Owners are the policies that run
+        tasks. Returns ``None`` if an owner has not planned the step yet, or if no group is left."""
         groups: set[str] = set()
         for owner in self._owners:
             ended = owner.ended  # read first, because an ended trainer plans no further step
@@ -372,7 +373,10 @@ class Planning:
         if self._requests and self.control.is_due(planner.buffer.rounds_under_way(), version):
             return True
         # Wait for an engine that serves the newest weights. Until then, new groups would be stale too and be dropped.
-        if planner.has_stale(version) and not (engines := self._readiness.engines(self._policy.name)).serve_newest:
+        if not planner.has_stale(version):
+            return False
+        engines = self._readiness.engines(self._policy.name)
+        if not engines.serve_newest:
             newest = engines.missing or f"an engine of policy {self._policy.name!r} to serve its newest weights"
             self._waits_for = f"{newest}; some rollouts are older than staleness: {self._bound} allows"
             return True
@@ -382,7 +386,7 @@ class Planning:
         return dict(self._planner.learned.get("prompts", {})) if self._planner else {}
 
     def _new_planner(self, step: int) -> Planner:
-        """Returns a planner with the rollouts that the steps before ``step`` did not settle."""
+        """Returns a planner that has the rollouts not settled by the steps before ``step``."""
         before = self._files.read(StepPlan, step - 1)
         settled, learned = (before.settled, before.state) if before else (Settled(), {})
         policy = self._policy

@@ -1,4 +1,4 @@
-"""The policy that a run trains, and its evaluation on held-out tasks every few training steps.
+"""Defines the policy that a run trains, and its evaluation on held-out tasks.
 
 Evaluation rollouts are ordinary rollouts whose round is the step number. As in any rollout, the version that sampled
 each token is recorded.
@@ -38,7 +38,8 @@ class TrainedPolicy:
     held_out: frozenset[str]
     """Ids of the tasks reserved for evaluation."""
     runs: str
-    """Policy under which rollouts are requested: the policy itself or, in a team, the policy that owns the team."""
+    """Policy under which rollouts are requested. It is the policy itself or, in a team, the policy that owns the
+    team."""
     owners: frozenset[str] | None
     """Policies whose rollouts contain this policy's tokens. ``None`` means all policies, for a model that other
     policies' agents call too."""
@@ -46,7 +47,7 @@ class TrainedPolicy:
     """Maps each role of the policy in its team to the name of the role's reward. ``None`` means the rollout's own
     reward. Empty if there is no team."""
     followed: tuple[str, ...]
-    """For a helper (``samples: 0``), the policies whose training steps it follows. See
+    """Policies whose training steps a helper policy follows. Empty for policies that run tasks. See
     :mod:`~megaflow_hpc.training.readiness`."""
     helpers: tuple[str, ...]
     """Helper policies, which run no tasks and learn from this policy's groups."""
@@ -73,13 +74,15 @@ class TrainedPolicy:
         return max(limit for limit in limits if limit) if limits and all(limits) else None
 
     def rollouts(self, groups: Sequence[tuple[str, int]], samples: int, random: np.random.Generator) -> list[Rollout]:
-        """Returns the rollouts of groups to train on. Groups are assigned to agents in proportion to the agents'
-        shares. With ``mix_agents``, the samples within each group are assigned to agents instead.
+        """Returns the rollouts of groups to train on.
+
+        Each group is assigned to one agent, in proportion to the agents' shares. With ``mix_agents``, each rollout is
+        assigned separately.
 
         Args:
             groups: task and round of each group.
             samples: number of rollouts in a group.
-            random: random generator for assigning agents.
+            random: random generator that assigns agents.
         """
         if self.settings.mix_agents:
             return [
@@ -94,8 +97,8 @@ class TrainedPolicy:
         ]
 
     def evaluation_rollouts(self, step: int, samples: int) -> list[Rollout]:
-        """Returns the rollouts with which a step is evaluated: every held-out task with every agent. Their round is the
-        step number."""
+        """Returns the rollouts that evaluate a step: each held-out task with each agent. Their round is the step
+        number."""
         return [
             Rollout(task, self.runs, sample, agent.title, step, scaffold(agent, self.agents))
             for task in sorted(self.held_out)
@@ -105,8 +108,7 @@ class TrainedPolicy:
 
 
 def _apportioned(agents: Sequence[AgentConfig], count: int, random: np.random.Generator) -> list[AgentConfig]:
-    """Returns ``count`` agents in random order. Each agent occurs in proportion to its share, rounded up or down
-    (systematic sampling)."""
+    """Returns ``count`` agents in random order. Each agent occurs in proportion to its share, rounded up or down."""
     if len(agents) == 1 or not count:
         return [agents[0]] * count
     bounds = np.cumsum([agent.share for agent in agents])
@@ -203,15 +205,18 @@ def request_evaluation(run: RunDir, policy: TrainedPolicy, samples: int, step: i
 
 
 def evaluations(run: RunDir, policy: str) -> list[Evaluation]:
-    """Returns the results of all evaluations so far, sorted by step and agent. Reads all rows of the campaign's
-    trajectories. The policies of a team share their evaluations.
+    """Returns the results of all evaluations so far, sorted by step and agent. The policies of a team share their
+    evaluations.
+
+    Reads all rows of the campaign's trajectories.
 
     Raises:
         ConfigError: the run is missing.
     """
     record = read_run(run)
     held_out, threshold = set(record.held_out), record.config.pass_threshold
-    if (team := record.config.team) and policy in team.policies.values():
+    team = record.config.team
+    if team and policy in team.policies.values():
         policy = team.owning_policy
     results: dict[tuple[int, str], list[float]] = {}
     with open_trajectories(run.path) as store:

@@ -5,17 +5,17 @@ are running or queued. A trainer does not call Slurm itself, so it runs the comm
 variable is not set, the trainer keeps waiting.
 
 *Engines.* Engines load a new version of their policy's weights at different times, and sample with older weights until
-then. So a trainer with a staleness bound waits for every live engine before it requests rollouts. It does not wait for
-engines that are dead or refuse the version (:class:`~megaflow_hpc.rundir.endpoints.RefusedWeights`), unless no other
-engine is left. Nor does it wait for engines that are not registered yet, because they start with the newest weights.
+then. So a trainer with a staleness bound waits for every live engine before it requests rollouts. It ignores engines
+that are dead or refuse the version (:class:`~megaflow_hpc.rundir.endpoints.RefusedWeights`), unless no other engine is
+left. It also ignores engines that are not registered yet, because they start with the newest weights.
 
 *Other trainers.* A policy with ``samples: 0`` is a *helper*: it runs no tasks, and other policies' agents call its
 model. Policies that run tasks are *owners*. A helper's step ``s`` uses the groups that the owners use in their steps
-``s``. So no group is lost or used twice, and the helper's training is complete once the owners' trainers have ended and
+``s``. So each group is used exactly once. The helper's training is complete once the owners' trainers have ended and
 the helper has used all their steps. With a staleness bound k, an owner requests the batch of step ``s`` only after
-every helper has committed step ``s - 1 - k``. So groups cannot pile up at a slow helper, and the bound holds for the
-helper too. Deadlock is impossible, because a helper's step ``s`` needs the owners' steps ``s``, which need only earlier
-steps of the helper.
+every helper has committed step ``s - 1 - k``. This keeps groups from piling up at a slow helper, and the bound holds
+for the helper too. Deadlock is impossible, because a helper's step ``s`` needs the owners' steps ``s``, and these need
+only earlier steps of the helper.
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ from megaflow_hpc.rundir.weights import current
 from megaflow_hpc.training.plan import StepPlan, TrainingFiles
 
 POLL_INTERVAL_S = 30.0
-"""Seconds between polls of the leases, and between queries to the site."""
+"""Seconds between two polls of the leases, and between two queries to the site."""
 LEASE_READS_PER_S = 10
-"""Maximum number of leases to read per second. A run with many pods is polled less often."""
+"""Maximum number of leases to read per second. With many pods, the poll interval grows accordingly."""
 GIVE_UP_S = 900.0
-"""A trainer gives up after this many seconds without pods. In the meantime, the user or ``watch`` may start new
-pods."""
+"""A trainer gives up after this many seconds without pods. Until then, the user or ``watch`` may start new pods."""
 ASK_VARIABLE = "MEGAFLOW_ASK_PODS"
 """Environment variable with a command that prints the number of running and queued pods. The command fails if the
 number is unknown."""
@@ -51,7 +50,7 @@ QUEUED = "no pod runs yet; some are queued or starting"
 ASK_TIMEOUT_S = 120.0
 """Timeout of the command in :data:`ASK_VARIABLE`, in seconds."""
 ENDPOINT_READS_PER_S = 100
-"""Maximum number of endpoint files to read per second. If there are fewer files, every call reads them."""
+"""Maximum number of endpoint files to read per second. If there are fewer files, each call reads them all."""
 
 
 # --- pods ---
@@ -90,7 +89,7 @@ class PodWatch:
         self._seen: dict[str, object] = {}
         """Maps ``<pod>.<start>`` to the lease counter at the last poll."""
         self._next_at = self._alive_at = clock()
-        """Time of the next poll, and time at which a pod was last known to be alive."""
+        """Monotonic times of the next poll, and of the last sign that a pod is alive."""
         self._gone_at: float | None = None
         """Time at which pods were first found missing. ``None`` if any pod is alive or queued."""
         self._message = ""
@@ -142,7 +141,7 @@ class PodWatch:
 
 @dataclass(frozen=True)
 class ServedWeights:
-    """Readiness of one policy's engines to serve its newest weights."""
+    """State of one policy's engines with respect to its newest weights."""
 
     missing: str
     """Description of the engines that a request must wait for, or an empty string."""
@@ -162,10 +161,10 @@ class Readiness:
         self._run, self._files, self._clock = run, EndpointFiles(run), clock
         self._heartbeats = Heartbeats(clock)
         self._polled: dict[tuple[str, int], tuple[ServedWeights, float]] = {}
-        """Maps (policy, version) to the state of the engines at the last poll, and the time of the next poll."""
+        """Maps (policy, version) to the last polled state of the engines, and the time of the next poll."""
 
     def ordinal(self, policy: str) -> int:
-        """Returns the ordinal of a policy's newest weights."""
+        """Returns the index of a policy's newest weights among its versions. The initial model has index 0."""
         return current(self._run, policy).ordinal
 
     def engines(self, policy: str) -> ServedWeights:
@@ -204,7 +203,7 @@ def _refuses(endpoint: Endpoint, version: int) -> RefusedWeights | None:
 
 
 def _cause(endpoint: Endpoint, version: int) -> str:
-    """Returns the reason why an engine does not serve the version, and the remedy."""
+    """Returns the reason why an engine does not serve the version, and what the user can do."""
     again = f"scontrol requeue {endpoint.job_id}" if endpoint.job_id else "start it again"
     if refused := _refuses(endpoint, version):
         return f"{endpoint.server} refuses them ({refused.cause}); to try again: {again}"
@@ -252,10 +251,10 @@ class Peer:
         return None if plan is None else plan.groups
 
     def waited_for(self, act: str) -> str:
-        """Returns a phrase for log lines that names this policy's trainer and what it is expected to do.
+        """Returns a phrase for log lines, such as ``the trainer of a to commit step 3``.
 
         Args:
-            act: infinitive, such as ``commit step 3``.
+            act: infinitive that names the expected action, such as ``commit step 3``.
         """
         word = self._view.last_word()
         text = f"the trainer of policy {self.policy!r} to {act}"

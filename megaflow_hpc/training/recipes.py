@@ -1,8 +1,8 @@
-"""Methods from papers for advantages, ``data`` operations, prompt selection and learning rates, implemented like user
-functions.
+"""Implements methods from papers for advantages, ``data`` operations, prompt selection and learning rates.
 
-The campaign file names them as ``megaflow_hpc.training.recipes:NAME``. docs/how-to/methods.md lists them with their
-keys. Losses, importance weights and columns are in :mod:`megaflow_hpc.training.trainer.recipes`.
+They have the interface of user functions. The campaign file names them as ``megaflow_hpc.training.recipes:NAME``.
+docs/how-to/methods.md lists them with their keys. Losses, importance weights and columns are in
+:mod:`megaflow_hpc.training.trainer.recipes`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megaflow_hpc.types import SEQUENCE_REWARD, TURN_REWARD
 
 
 def returns_to_go(groups: Sequence[SampleGroup], discount: float = 1.0) -> dict[str, list[float]]:
-    """Gives each turn as its advantage its return minus the mean return of the group's rollouts at the same turn.
+    """Returns each turn's advantage: its return minus the mean return of the group's rollouts at the same turn.
 
     The return of turn t is the sum over s ≥ t of ``discount``^(s − t) × the reward of turn s. The rollout's reward is
     added to the reward of the last turn. A turn that only one rollout reached has advantage 0. This is the return of
@@ -45,7 +45,8 @@ def returns_to_go(groups: Sequence[SampleGroup], discount: float = 1.0) -> dict[
 def _by_role(
     groups: Sequence[SampleGroup], compared: Callable[[SampleGroup], dict[str, list[float]]]
 ) -> dict[str, list[float]]:
-    """Returns the advantage of each turn. Calls ``compared`` with groups that contain only the turns of one role."""
+    """Calls ``compared`` for each role with groups that contain only this role's turns. Returns the advantage of each
+    turn."""
     advantages: dict[str, list[float]] = {}
     for group in groups:
         advantages |= {sample.id: [0.0] * max(len(sample.turns), 1) for sample in group.samples}
@@ -64,7 +65,7 @@ def _by_role(
 
 
 def given(rollouts: Sequence[StoredRollout], run: str, name: str) -> dict[str, float | list[float] | None]:
-    """Scores rollouts with the rewards that ``megaflow-hpc reverify`` stored for their ids in ``RUN/rewards/NAME``.
+    """Returns the scores that ``megaflow-hpc reverify`` stored for the rollouts in ``RUN/rewards/NAME``.
 
     If there is no reward for a whole rollout, each of its sequences or turns gets its own reward, or 0 if missing.
     Rollouts without any reward are dropped.
@@ -98,7 +99,7 @@ def _returns(sample: Sample, discount: float) -> list[float]:
 
 
 def anchor_groups(groups: Sequence[SampleGroup], discount: float = 0.95, weight: float = 1.0) -> dict[str, list[float]]:
-    """Gives each turn the advantage of its rollout, plus ``weight`` × its advantage among turns with the same state.
+    """Returns each turn's advantage: its rollout's, plus ``weight`` × the advantage among turns with the same state.
 
     The first part is the sum of the rollout's reward and its turn rewards, minus the group's mean. The second part is
     the turn's return, as in :func:`returns_to_go`, minus the mean return of all turns in the group that answered the
@@ -145,11 +146,11 @@ def passed(groups: Sequence[SampleGroup], threshold: float = 1.0) -> dict[str, f
 
 
 def pairs(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Gives advantage 1 to a group's best rollout, −1 to its worst and 0 to the others, as preference pairs for DPO.
+    """Returns preference pairs for DPO: advantage 1 for a group's best rollout, −1 for its worst, 0 for the others.
 
     Ties go to the first rollout. A group in which every rollout got the same reward has no pair. Rollouts with weight 0
-    are excluded from pairs, because the other rollout would be trained on alone. For the same reason, an amendment
-    leaves out a pair as a whole (Rafailov et al. 2023, DPO, arXiv 2305.18290).
+    are excluded, because their partner would be trained on alone. For the same reason, an amendment leaves out both
+    rollouts of a pair. See Rafailov et al. 2023, DPO, arXiv 2305.18290.
     """
     advantages = {s.id: 0.0 for group in groups for s in group.samples}
     for group in groups:
@@ -166,11 +167,11 @@ def pairs(groups: Sequence[SampleGroup]) -> dict[str, float]:
 def by_duration(
     groups: Sequence[SampleGroup], version: int, random: np.random.Generator, cap: float = 4.0
 ) -> list[SampleGroup]:
-    """Weights each rollout by its duration divided by the mean duration of the step, at most ``cap``.
+    """Weights each rollout by its duration divided by the mean duration in the step, at most ``cap``.
 
-    Under an age bound or a time limit, rollouts arrive with a frequency proportional to 1 / duration, so short ones are
-    over-represented. Weighting by the inverse inclusion probability removes this bias (Horvitz and Thompson 1952).
-    Rollouts of unknown duration keep weight 1.
+    Under an age bound or a time limit, short rollouts arrive more often, in proportion to 1 / duration. Weighting by
+    the inverse inclusion probability removes this bias (Horvitz and Thompson 1952). Rollouts of unknown duration keep
+    weight 1.
     """
     known = [sample.agent_s for group in groups for sample in group.samples if sample.agent_s > 0]
     mean = math.fsum(known) / len(known) if known else 1.0
@@ -191,8 +192,11 @@ def soft_overlong(
     buffer: int,
     penalty: float = -1.0,
 ) -> list[SampleGroup]:
-    """Adds a penalty that is 0 up to ``longest`` − ``buffer`` sampled tokens and falls linearly to ``penalty`` at
-    ``longest``: soft overlong punishment (Yu et al. 2025, DAPO, arXiv 2503.14476, section 3.4)."""
+    """Adds a penalty for long rollouts to their rewards (soft overlong punishment).
+
+    The penalty is 0 up to ``longest`` − ``buffer`` sampled tokens, and falls linearly to ``penalty`` at ``longest``.
+    See Yu et al. 2025, DAPO, arXiv 2503.14476, section 3.4.
+    """
     if not 0 < buffer <= longest:
         raise ConfigError(f"soft_overlong: buffer {buffer}: expected a number from 1 to longest ({longest})")
 
@@ -204,8 +208,10 @@ def soft_overlong(
 
 
 def mask_truncated(groups: Sequence[SampleGroup], version: int, random: np.random.Generator) -> list[SampleGroup]:
-    """Gives truncated rollouts weight 0, so that they count in their group but are not trained on: overlong filtering
-    (DAPO, arXiv 2503.14476, section 3.4)."""
+    """Gives truncated rollouts weight 0 (overlong filtering). They still count in their group, but are not trained on.
+
+    See DAPO, arXiv 2503.14476, section 3.4.
+    """
 
     def masked(sample: Sample) -> Sample:
         return replace(sample, weight=0.0) if sample.status == "truncated" else sample
@@ -214,7 +220,7 @@ def mask_truncated(groups: Sequence[SampleGroup], version: int, random: np.rando
 
 
 def shuffled(groups: Sequence[SampleGroup], version: int, random: np.random.Generator) -> list[SampleGroup]:
-    """Permutes the rewards of a step's rollouts at random, for control runs in which rewards carry no information."""
+    """Shuffles the rewards of a step's rollouts, for control runs in which rewards carry no information."""
     samples = [sample for group in groups for sample in group.samples]
     givers = iter([samples[index] for index in random.permutation(len(samples))])
 
@@ -235,12 +241,11 @@ def past_successes(
 ) -> list[SampleGroup]:
     """Adds a past success to each group in which no rollout has a reward of at least ``threshold``.
 
-    Without the success, all rollouts of such a group would fail, so the policy would learn nothing from its hardest
-    tasks. Adds the newest success of the same task and agent that is at most ``age`` versions old (by default, of any
-    age) and not in another group. Since older weights sampled the success, set ``importance`` to ``token`` or
-    ``sequence``, which compare its recorded log-probabilities with those of the policy before the step. Learning from
-    past successes was proposed by Oh et al. 2018, Self-Imitation Learning, arXiv 1806.05635, and for language models by
-    RLEP (Zhang et al. 2025, arXiv 2507.07451).
+    Without it, all rollouts of the group fail, so the policy learns nothing from its hardest tasks. The added rollout
+    is the newest success of the same task and agent that is not in another group and at most ``age`` versions old. By
+    default, any age is allowed. Older weights sampled the success. So set ``importance`` to ``token`` or ``sequence``,
+    which compare its recorded log-probabilities with those of the policy before the step. See Oh et al. 2018,
+    Self-Imitation Learning, arXiv 1806.05635, and for language models Zhang et al. 2025, RLEP, arXiv 2507.07451.
     """
     added: set[str] = set()
     changed = []
@@ -264,14 +269,13 @@ def past_successes(
 def uncertain(
     tasks: Sequence[str], count: int, statistics: Mapping[str, TaskStatistics], random: np.random.Generator
 ) -> list[str]:
-    """Requests groups of each task in proportion to p (1 − p), where p is the recent pass rate, so tasks with an
-    uncertain outcome get more groups.
+    """Requests more groups of tasks whose outcome is uncertain, in proportion to p (1 − p) with the recent pass rate p.
 
     Each task's share of ``count`` is rounded down. The remaining groups go to the largest remainders, with ties broken
     at random. Tasks without rollouts have p = 1/2. p (1 − p) is raised to at least 0.01, so that solved and unsolved
-    tasks are requested again. p (1 − p) is the variance of a pass, to which the variance of GRPO's gradient is
-    proportional. Giving more rollouts to such tasks is the idea of Knapsack RL (Li et al. 2025, arXiv 2509.25849),
-    which allocates them by solving a knapsack problem instead.
+    tasks are requested again. p (1 − p) is the variance of a pass, and the variance of GRPO's gradient is proportional
+    to it. Giving more rollouts to such tasks is the idea of Knapsack RL (Li et al. 2025, arXiv 2509.25849), which
+    allocates them by solving a knapsack problem instead.
     """
     rates = np.array([statistics[task].recent if task in statistics else 0.5 for task in tasks])
     share = np.maximum(rates * (1 - rates), 0.01)
@@ -288,8 +292,8 @@ def by_effective_size(
 ) -> float:
     """Scales the learning rate by (effective sample size / number of tokens)^``power``, but at least by ``floor``.
 
-    The effective sample size of importance weights w is (Σ w)² / Σ w² (Kong 1992). The weights are the ratios new /
-    engine of an update's tokens. Old rollouts reduce the effective sample size and increase the gradient's variance.
+    The effective sample size of importance weights w is (Σ w)² / Σ w² (Kong 1992). The weight of a token is its ratio
+    of new to engine probability. Old rollouts reduce the effective sample size and increase the gradient's variance.
     The idea is from VCPO (arXiv 2602.17616), but ``power`` and ``floor`` are not.
     """
     return lr * max(metrics.get("effective", 1.0) ** power, floor)

@@ -1,7 +1,7 @@
 """Bounds the staleness of rollouts by choosing when to request them.
 
-A batch is the tasks of one step. With a staleness bound k, the batch of step s is requested once the policy and all
-helper policies have committed step s - 1 - k and every engine has loaded the newest weights
+A batch is the tasks of one step. With a staleness bound k, the batch of step s is requested once two conditions hold.
+The policy and all its helper policies have committed step s - 1 - k, and every engine has loaded the newest weights
 (:mod:`~megaflow_hpc.training.readiness`). A step takes complete groups first, but waits for an incomplete group if that
 group would be older than k in the next step. With k = 0, training is synchronous.
 
@@ -28,18 +28,18 @@ from megaflow_hpc.training.readiness import Peer, Readiness
 from megaflow_hpc.types import round_of
 
 ASYNCHRONOUS_BATCHES = 4
-"""Number of batches in flight in asynchronous training, which has no staleness bound. Large enough to keep pods busy,
-and small enough to keep samples reasonably fresh."""
+"""Number of batches in flight in asynchronous training, in which staleness is unbounded. Large enough to keep pods
+busy, and small enough to keep samples reasonably fresh."""
 FIRST_ADDED_ROUND = 10**9
 """Lowest round number for tasks that a trainer adds."""
 FIRST_REFILL_ROUND = 10**10
 """Lowest round number for tasks that a step requests to replace dropped groups."""
 MAX_REFILLS = 1000
-"""Number of refills per step for which round numbers are reserved. No step needs so many."""
+"""Maximum number of refills per step. Each refill has its own round number, and this many are reserved."""
 
 
 class StalenessControl:
-    """Requests one policy's batches as early as its staleness bound allows.
+    """Requests one policy's batches of tasks as early as its staleness bound allows.
 
     Args:
         files: records of the batches.
@@ -65,32 +65,33 @@ class StalenessControl:
         """Describes what the next request is waiting for. Empty if no request is due."""
         self._prompts = Prompts(config.prompts, policy.pass_threshold)
         self._versions: dict[tuple[type[TaskBatch], int], int] = {}
-        """Maps (kind, number) of each request to the ordinal of the newest weights at the time of the request."""
+        """Maps the kind and number of a request to the index of the newest weights at the time of the request."""
         self._added = max(0, *files.numbers(TaskBatch), 0)
-        """Number of batches whose blocks exist. The blocks of the last recorded batch may be missing."""
+        """Number of batches whose blocks exist in the ledger. A crash may have prevented those of the last recorded
+        batch."""
         self._refills_are_complete = False
-        """True once the blocks of every refill exist. Until then, the blocks of the last recorded refill may be
-        missing."""
+        """True once the ledger has the blocks of all refills. A crash may have prevented those of the last recorded
+        refill."""
 
     @property
     def ahead(self) -> int:
-        """Number of batches in flight in addition to the next step's batch."""
+        """Number of batches in flight, without the batch of the next step."""
         bound = self._config.staleness
         return ASYNCHRONOUS_BATCHES if bound is None else bound
 
     def is_due(self, rounds: Collection[int], version: int) -> bool:
-        """Returns whether the next step must use groups from these rounds, because they would be too old for the step
-        after it.
+        """Returns whether groups from these rounds must be used in the next step, because they would be too old
+        afterwards.
 
         Args:
-            version: ordinal of the newest weights.
+            version: index of the newest weights.
         """
         bound = self._config.staleness
         records = {self._record_of(round) for round in rounds}
         return bound is not None and any(version - self._version_of(*record) >= bound for record in records)
 
     def due(self, complete: Sequence[SampleGroup], version: int) -> set[str]:
-        """Returns the complete groups that the next step must use because helpers sampled them too.
+        """Returns the ids of complete groups that the next step must use because of helpers' tokens in them.
 
         A helper's tokens may be older than this policy's tokens, but not older than the request.
         """
@@ -98,12 +99,12 @@ class StalenessControl:
         return {group.id for group in groups if self.is_due({round_of(group.task, group.id)}, version)}
 
     def settles(self, step: int, complete: Sequence[SampleGroup], open_groups: int, version: int) -> int:
-        """Returns the number of groups that a step must settle so that no group becomes too old for the next step.
+        """Returns how many groups a step must settle so that no group becomes too old for the next step.
 
         Args:
             complete: the complete groups.
             open_groups: number of unsettled groups, complete or not.
-            version: ordinal of the newest weights.
+            version: index of the newest weights.
         """
         bound = self._config.staleness
         if bound is None:
@@ -116,7 +117,7 @@ class StalenessControl:
         return min(late, open_groups - counted_on)  # the remaining groups are needed by later steps
 
     def want(self, step: int) -> int:
-        """Returns the number of groups that a step waits for, which is the size of its batch."""
+        """Returns the size of the step's batch, which is the number of groups that the step waits for."""
         batch = self.batch(step - 1)
         return len(batch.tasks) if batch else self._config.batch
 
@@ -135,14 +136,14 @@ class StalenessControl:
         return self._versions[kind, number]
 
     def keep(self, committed: int, learned: dict[str, object]) -> None:
-        """Requests the batches that are due, and completes an interrupted refill.
+        """Requests the batches that are due, and completes a refill that a crash interrupted.
 
         Args:
             committed: number of committed steps.
             learned: state of task selection after the steps planned so far.
 
         Raises:
-            OSError: the run directory is unavailable; the next call continues.
+            OSError: the run directory is unavailable. The next call continues.
         """
         if not self._refills_are_complete:
             number, refill = self._last_refill()
@@ -178,11 +179,11 @@ class StalenessControl:
         return not self.waits_for
 
     def add(self, tasks: Sequence[str], token: str, samples: int | None = None) -> None:
-        """Requests tasks in addition to the batches that are due. Repeating the call with the same token has no effect.
+        """Requests tasks in addition to the batches that are due. A repeated call with the same token has no effect.
 
         Raises:
             LedgerError: the token is not a valid file name, or was used for other tasks.
-            OSError: the run directory is unavailable; the call may be repeated.
+            OSError: the run directory is unavailable. The call may be repeated.
         """
         number = zlib.crc32(token.encode())
         version = self._version()
@@ -196,8 +197,10 @@ class StalenessControl:
         return sum(number // MAX_REFILLS == step for number in self._files.numbers(Refill))
 
     def refill(self, step: int, count: int, learned: dict[str, object]) -> bool:
-        """Requests up to ``count`` further tasks for a step. ``count`` must not exceed the size of a batch. Returns
-        false if no task was left to request.
+        """Requests up to ``count`` further tasks for a step. Returns false if no task was left to request.
+
+        Args:
+            count: at most the size of a batch.
 
         Raises:
             OSError: the run directory is unavailable. The next :meth:`keep` completes the request.
@@ -262,7 +265,7 @@ class StalenessControl:
         return tasks, self._version(), state
 
     def _version(self) -> int:
-        """Returns the oldest version that may sample tokens from now on.
+        """Returns the index of the oldest weights that may sample tokens from now on.
 
         A helper's steps count as versions, because a helper publishes at most one version per step.
         """

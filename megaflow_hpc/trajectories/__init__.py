@@ -1,4 +1,4 @@
-"""The trajectories of a campaign: durable journals, the HDF5 file made from them, and its reader and exports.
+"""Stores the trajectories of a campaign: durable journals, the HDF5 file made from them, and its reader and exports.
 
 Pods append finished rollouts to journals. ``gather`` merges the journals into ``trajectories.h5``. Readers accept
 either. The packages are layered: ``hdf5``, ``journal``, ``reading``, ``maintenance``, ``exports``. Each may import only

@@ -195,7 +195,7 @@ def test_a_service_of_the_campaign_that_is_never_healthy_ends_it_with_the_cause(
             {"a": {"image": "base", "after": ["b"]}, "b": {"image": "base", "after": ["a"]}},
             "services a, b wait for one another",
         ),
-        ({"a": {"ports": [1]}}, r"services\.a: a service without an image has that of the task, and needs command"),
+        ({"a": {"ports": [1]}}, r"services\.a: a service without an image uses the task's, and needs command"),
         (
             {name: {"command": "true", "ports": [5], "after": ["a"] * (name == "b")} for name in "ab"},
             "services b and a both serve port 5",

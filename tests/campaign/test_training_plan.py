@@ -117,7 +117,7 @@ def test_a_base_that_differs_from_the_served_model_is_refused(tmp_path: Path, ma
     planned(campaign)
     for file, content, said in (
         ("config.json", {**shape, "num_hidden_layers": 3}, "num_hidden_layers is 3, and 2 in .*/served"),
-        ("tokenizer.json", {"model": {"vocab": {"a": 1, "b": 0}}}, "its tokenizer gives other numbers to words"),
+        ("tokenizer.json", {"model": {"vocab": {"a": 1, "b": 0}}}, "its tokenizer maps words to other ids"),
     ):
         (tmp_path / "base" / file).write_text(json.dumps(content))
         with pytest.raises(ConfigError, match=rf"campaign.yaml:\d+: training.policies.default.base: .*/base: {said}"):

@@ -595,7 +595,7 @@ def test_a_dry_run_says_what_a_campaign_would_take_and_touches_nothing(
     text = "\n".join(found["site"])
     for words in (
         "MaxArraySize: pods are 2 arrays of at most 3 elements",
-        "pods run at once beside the engines (2 jobs run at once",
+        "pods run at the same time as the engines (at most 2 jobs",
         "3 of 5 pods are queued at first, and the rest when others end",
         "limits.core_hours: 2 ends the campaign before the expected 15.0",
         "slurm.pods.time: takes 2 consecutive walltimes",

@@ -269,13 +269,13 @@ def test_the_lead_time_is_that_of_sbatchs_signal() -> None:
     for wrong, why in (
         ({"pods": {"signal": "B:USR2@39"}}, "pods.signal: write at least 40 seconds"),
         ({"pods": {"signal": "TERM@60"}}, "slurm.pods.signal 'TERM@60': write B:USR2@SECONDS"),
-        ({"pods": {"pools": [{"signal": "B:USR2@90"}]}}, "signal: all pools have that of slurm.pods"),
+        ({"pods": {"pools": [{"signal": "B:USR2@90"}]}}, "signal: all pools take it from slurm.pods"),
         ({"lead_s": 300}, "unknown key 'slurm.lead_s'; .* and options of sbatch"),
         ({"srun": ["--network=job_vni"]}, "unknown key 'slurm.srun'"),
         ({"servers": {"cpus-per-gpu": 0}}, "expected a whole number above 0"),
         ({"servers": {"cpus-per-gpu": True}}, "expected a whole number above 0"),
         ({"pods": {"pools": [{"cluster": "other"}]}}, "did you mean 'clusters'"),
-        ({"pods": {"pools": [{"nodes": 2}]}}, "nodes: all pools have that of slurm.pods"),
+        ({"pods": {"pools": [{"nodes": 2}]}}, "nodes: all pools take it from slurm.pods"),
         ({"time": "soon"}, "slurm.time 'soon': 'soon' is not a time"),
         ({"gather": {"partiton": "cpu"}}, "unknown key 'slurm.gather.partiton'; did you mean 'partition'"),
         (

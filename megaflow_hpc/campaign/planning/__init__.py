@@ -1,1 +1,2 @@
-"""Planning up to the point of writing: reads the campaign file, tasks, models and agents, and estimates the cost."""
+"""Prepares a plan before anything is written: reads the campaign file, tasks, models and agents, and estimates the
+cost."""

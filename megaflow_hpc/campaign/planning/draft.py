@@ -62,7 +62,7 @@ SILENT = Silent()
 
 @dataclass
 class Draft:
-    """A campaign as read from its file. No image is built, no site is queried, and nothing is written yet."""
+    """A campaign as read from its file. Nothing is built or written yet, and the site has not been queried."""
 
     config: CampaignConfig
     base: Path
@@ -81,7 +81,7 @@ class Draft:
     mapping: ImageMapping | None = None
     requests: list[ImageRequest] = field(default_factory=list)
     image_files: dict[str, str] = field(default_factory=dict)
-    """Maps each image name in the tasks to a SIF file or directory. Empty until images are resolved."""
+    """SIF file or directory of each image that the tasks name, by image name. Empty until images are resolved."""
     source: str = ""
     """Text of the campaign file."""
     file: str = ""
@@ -112,7 +112,7 @@ class Draft:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Collects the mistakes raised in the body of a ``with`` statement."""
+        """Collects the mistakes that the body of a ``with`` statement raises."""
         try:
             yield
         except Mistakes as error:
@@ -350,14 +350,14 @@ def list_servers(policies: dict[str, Policy], sleeping: Mapping[str, int] | None
     Args:
         sleeping: Sleep level of each policy whose server runs in the trainer's job. These servers come last.
     """
-    servers = [
-        ServerRecord(name, model.model_dump(mode="json", exclude={"agent", "also"}), held=number >= least)
-        for name, policy in policies.items()
-        if policy.model and not policy.model.pool
-        for model in policy.model.kinds()
-        for least in (model.servers.min,)
-        for number in range(model.servers.max)
-    ]
+    servers = []
+    for name, policy in policies.items():
+        if policy.model is None or policy.model.pool:
+            continue
+        for model in policy.model.kinds():
+            for number in range(model.servers.max):
+                section = model.model_dump(mode="json", exclude={"agent", "also"})
+                servers.append(ServerRecord(name, section, held=number >= model.servers.min))
     for server in servers:
         if level := (sleeping or {}).get(server.policy):
             server.model["sleep_level"], server.held = level, False
@@ -384,9 +384,9 @@ def list_services(config: CampaignConfig, tasks: Sequence[Task], image_files: Ma
     """Returns the services that serve the whole campaign, as elements of the engine array.
 
     Args:
-        tasks: The tasks. Every task lists all services of the campaign, including the programs of their images once
-            known.
-        image_files: Maps image names to files. Empty until images are resolved.
+        tasks: The tasks. Every task lists all services of the campaign. Once images are resolved, it also has the
+            programs of their images.
+        image_files: File of each image, by name. Empty until images are resolved.
     """
     records = []
     default = config.environment.limits
@@ -429,8 +429,10 @@ def _shape(server: ServerRecord) -> tuple[bool, int, int, str, bool]:
 
 
 def within_caps(config: CampaignConfig, servers: int, where: Where) -> CampaignConfig:
-    """Returns the campaign with its effective quotas. Where the campaign sets none, the site's caps apply.
-    Those of an engine pool are for each user, so they stay."""
+    """Returns the campaign with its effective quotas. The site's caps replace missing quotas.
+
+    Quotas of an engine pool apply to each user, so they do not change.
+    """
     caps, source = site_caps()
     try:
         quotas = settle(config.quotas, config.slurm.pods, servers, caps, source)
@@ -448,9 +450,10 @@ def check_together(config: CampaignConfig, where: Where) -> None:
             f"{where('slurm.together')}: slurm.together: {config.slurm.pods.total} pods, expected one; give it more "
             "nodes (slurm.pods.nodes), or leave together out"
         )
-    if any(kind.nodes > 1 for policy in config.policies().values() if policy.model for kind in policy.model.kinds()):
+    models = [policy.model for policy in config.policies().values() if policy.model]
+    if any(kind.nodes > 1 for model in models for kind in model.kinds()):
         raise ConfigError(
             f"{where('slurm.together')}: slurm.together: its engines have one node each; leave model.nodes out"
         )
-    if not any(policy.model for policy in config.policies().values()):
+    if not models:
         raise ConfigError(f"{where('slurm.together')}: slurm.together: the campaign has no model; leave together out")

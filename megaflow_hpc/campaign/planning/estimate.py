@@ -25,21 +25,21 @@ from megaflow_hpc.slurm import fits, limits
 from megaflow_hpc.slurm.script import Job
 
 ROLLOUT_BYTES = 1e6
-"""Bytes per rollout in journals and trajectories.h5 together, if no earlier run provides a better value."""
+"""Assumed bytes per rollout in journals and trajectories.h5 together, if no earlier run provides a better value."""
 FILES, FILES_OF_POD = 40, 15
-"""Approximate number of files in a run directory, and additional files per pod."""
+"""Approximate number of files in a run directory, and number of files that each pod adds."""
 
 
 @dataclass(frozen=True)
 class JobEstimate:
-    """A job array, or a single job."""
+    """Estimated resources of a job array or a single job."""
 
     role: str
     elements: int
     at_once: int
     """Maximum number of elements that run concurrently under the array's throttle."""
     nodes: int
-    """Number of nodes per element. ``cores`` and ``gpus`` are also per element."""
+    """Number of nodes for each element. ``cores`` and ``gpus`` are also for each element."""
     cores: int
     gpus: int
     walltime_s: float | None
@@ -55,8 +55,9 @@ class Hours:
     expected: float
     """Hours used if all jobs that start with the campaign run for its estimated duration."""
     by_walltime: float | None
-    """Hours used if every job runs until its walltime, and restarts until the estimated duration has passed. Never less
-    than ``expected``. ``None`` if a walltime is unknown.
+    """Hours used if every job runs until its walltime, and starts again until the estimated duration has passed.
+
+    Never less than ``expected``. ``None`` if a walltime is unknown.
     """
 
 
@@ -71,7 +72,7 @@ class Storage:
     free_bytes: float
     free_inodes: float | None
     by: str
-    """Source of the available space: file system or quota."""
+    """Source of the available space: the file system or a quota."""
 
     @property
     def fits(self) -> bool:
@@ -104,7 +105,7 @@ class Estimate:
     """Maximum number of requeues of an element. Each requeue adds another walltime."""
     jobs: list[JobEstimate] = field(default_factory=list)
     site: list[str] = field(default_factory=list)
-    """Descriptions of how the site's limits affect the campaign."""
+    """Effects of the site's limits on the campaign, one per line."""
     storage: list[Storage] = field(default_factory=list)
     images: dict[str, int] = field(default_factory=dict)
     """Number of images, and number of images missing from the store."""
@@ -229,7 +230,9 @@ def _slots(draft: Draft, pods: int, local_ranks: int) -> int:
 def _components(job: Job) -> list[JobEstimate]:
     """Returns the components of a job: the pod and the engines of a heterogeneous job, otherwise the job itself."""
     parts = []
-    for role, options in [(str(job.role), job.options), *(("servers", {**job.options, **e}) for e in job.engines)]:
+    components = [(str(job.role), job.options)]
+    components += [("servers", {**job.options, **engine}) for engine in job.engines]
+    for role, options in components:
         asks = limits.asked(options) if job.cluster else fits.charged(options)
         elements = job.elements or 1
         try:
@@ -286,7 +289,8 @@ def _passed_limits(draft: Draft, jobs: Sequence[JobEstimate], time_s: float) -> 
 
 
 def spending(draft: Draft) -> list[str]:
-    """Describes the budget per rollout that follows from ``limits.usd``. Empty if the limit is not set."""
+    """Describes the budget per rollout that follows from ``limits.usd``. Returns an empty list if the limit is not
+    set."""
     usd, rollouts = draft.config.limits.usd, len(draft.rollouts)
     if usd is None or not rollouts:
         return []

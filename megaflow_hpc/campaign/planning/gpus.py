@@ -1,5 +1,8 @@
-"""Checks GPU requests before any job is queued: whether trained policies fit into the trainer's GPU memory, whether
-trainer and engine can share GPUs (``slurm.trainer.share: sleep``), and whether the GPU types are consistent."""
+"""Checks GPU requests before any job is queued.
+
+Trained policies must fit into the trainer's GPU memory. Trainer and engine must be able to share GPUs if the campaign
+asks for it (``slurm.trainer.share: sleep``). GPU types must be consistent.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from megaflow_hpc.training.layout import Layout
 from megaflow_hpc.training.memory import ModelShape, Prediction, gpu_memory, predict
 
 SUSPICIOUS_GB = 80
-"""If the GPU's memory is unknown, warn if the predicted peak exceeds this many GB."""
+"""A predicted peak above this many GB causes a warning if the GPU's memory is unknown."""
 MAX_REMEDIES = 4
 MIN_ROW = 1024
 """Minimum ``microbatch`` to suggest, in tokens."""
@@ -49,7 +52,7 @@ class Fit:
 
     @property
     def fits(self) -> bool | None:
-        """True if the policy fits. ``None`` if the memory per GPU is unknown."""
+        """True if the policy fits into memory. ``None`` if the memory per GPU is unknown."""
         return None if self.gpu_gb is None else self.predict().peak <= self.gpu_gb * 1e9
 
     def remedies(self) -> list[str]:
@@ -66,8 +69,8 @@ class Fit:
         return fitting[:MAX_REMEDIES]
 
     def _changes(self) -> Iterator[list[tuple[str, dict[str, Any]]]]:
-        """Yields lists of candidate changes, as (text, changed settings). Each list is sorted from the smallest
-        change to the largest."""
+        """Yields lists of possible changes, each as (text, changed settings). The smallest change of a list comes
+        first."""
         settings, powers = self.settings, [2**n for n in range(1, 8)]
         expert = {"expert": min(self.gpus, self.model.experts)} if self.model.experts and self.gpus > 1 else {}
         wider = [{"context": n} for n in powers if settings.parallel.context < n <= self.nodes * self.gpus]
@@ -184,7 +187,7 @@ def check_memory(config: CampaignConfig, base: Path, where: Where) -> list[str]:
 
 
 def _long_rows(config: CampaignConfig, name: str, fit: Fit | None, where: Where) -> Iterator[str]:
-    """Warns if a server's longest sequence may need more training memory than ``microbatch`` allows."""
+    """Warns if a server's longest sequence may need more memory for training than ``microbatch`` allows."""
     training, policy = config.training, config.policies().get(name)
     model = policy.model if policy else None
     assert training

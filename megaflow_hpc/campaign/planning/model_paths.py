@@ -26,7 +26,7 @@ from megaflow_hpc.rundir.safetensors import read_directory
 from megaflow_hpc.rundir.weight_source import why_not_served
 
 Where = Callable[[str], str]
-"""Function that maps a dotted key to ``file:line``, for error messages."""
+"""Function that returns ``file:line`` of a dotted key, for error messages."""
 AGENT_PATHS = ("config", "messages_file", "toolbox")
 """Arguments of built-in agents that are paths."""
 ELSEWHERE = "; if only the nodes of the jobs have it, write slurm.check: false"
@@ -62,8 +62,9 @@ def absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -
             may_be_name = field == "python" or (field == "path" and _looks_like_name(value))
             key = f"models.{name}.{field}" if named else f"model.{field}"
             changes[field] = _existing(value, base, where, key, may_be_name)
-            if field == "api_key_file" and (others := open_to_others(Path(changes[field]))):
-                raise ConfigError(f"{where(key)}: {key}: {value}: {others}")
+            problem = open_to_others(Path(changes[field])) if field == "api_key_file" else ""
+            if problem:
+                raise ConfigError(f"{where(key)}: {key}: {value}: {problem}")
     changes["binds"] = [os.path.expanduser(os.path.expandvars(bind)) for bind in model.binds]
     resolved = ModelConfig.model_validate({**model.model_dump(), **changes})
     return policy.model_copy(update={"model": resolved})
@@ -92,9 +93,12 @@ def check_models(policies: Mapping[str, Policy], config: CampaignConfig, where: 
         section = f"models.{name}" if config.models else "model"
         for kind in policy.model.kinds() if policy.model and not policy.model.pool else ():
             fields = kind.model_dump()
-            if why := _why_not_loaded(fields):
+            why = _why_not_loaded(fields)
+            if why:
                 reasons.setdefault(why, f"{where(f'{section}.path')}: {section}.path: {why}{ELSEWHERE}")
-            if not (config.slurm.setup or config.slurm.servers.setup) and (why := why_no_engine(fields)):
+            may_be_installed = config.slurm.setup or config.slurm.servers.setup
+            why = "" if may_be_installed else why_no_engine(fields)
+            if why:
                 reasons.setdefault(why, f"{where(f'{section}.engine')}: {section}: {why}{ELSEWHERE}")
     for name, trained in config.training.policies.items() if config.training else ():
         why = _why_not_loaded({"engine": "transformers", "path": trained.base})
@@ -108,8 +112,8 @@ def check_models(policies: Mapping[str, Policy], config: CampaignConfig, where: 
 
 
 def _why_not_loaded(model: Mapping[str, Any]) -> str:
-    """Explains why an engine cannot load its model, or returns an empty string. Reads only headers of weight files,
-    a few kilobytes each."""
+    """Returns the reason why an engine cannot load its model, or an empty string. Reads only the headers of weight
+    files, which take a few kilobytes each."""
     if why := _why_incomplete(model):
         return why
     try:
@@ -152,7 +156,7 @@ def _existing(value: str, base: Path, where: Where, key: str, may_be_name: bool)
 # --- models and engines on nodes without a network --------------------------------------------------------------------
 
 MODULES = {"vllm": "vllm", "sglang": "sglang", "transformers": "transformers"}
-"""Maps each engine that loads models itself to its Python module."""
+"""Python module of each engine that loads models itself."""
 CONFIGS = ("config.json", "params.json")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json", "spiece.model")
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
@@ -216,7 +220,7 @@ def _why_incomplete(model: Mapping[str, Any]) -> str:
 
 
 def _weights_of(model: Mapping[str, Any]) -> Path | None:
-    """Returns the directory with the safetensors files that the engine will load, or ``None`` if it is unknown."""
+    """Returns the directory with the safetensors files that the engine will load. Returns ``None`` if it is unknown."""
     path = str(model.get("path") or "")
     if model.get("engine") not in MODULES or not path or "load-format" in options_of(model):
         return None
@@ -225,7 +229,7 @@ def _weights_of(model: Mapping[str, Any]) -> Path | None:
 
 
 def _directory(path: str) -> Path | None:
-    """Resolves a ``path``, which may be a name in the cache, to a file or directory. Returns ``None`` if it is
+    """Returns the file or directory of a ``path``, which may be a name in the cache. Returns ``None`` if it is
     missing."""
     if os.path.exists(path):
         return Path(path)

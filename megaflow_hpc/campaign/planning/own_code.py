@@ -1,4 +1,4 @@
-"""Tries a campaign's own agents and ``training`` functions, and finds the source files that they import."""
+"""Tries a campaign's own agents and ``training`` functions. Finds the source files that they import."""
 
 from __future__ import annotations
 
@@ -46,8 +46,11 @@ def check_agents(policies: Mapping[str, Policy], network: str, base: Path, where
     def refusal(name: str, error: ConfigError) -> str:
         return f"{where(f'models.{name}.agent' if policies[name].model else 'agent')}: {error}"
 
+    made: list[ProbeResult] = []
+    code: list[str] = []
     try:
-        made, code = probe([agents[number][1] for number in asked], str(base.absolute())) if asked else ([], [])
+        if asked:
+            made, code = probe([agents[number][1] for number in asked], str(base.absolute()))
     except ConfigError as error:
         raise ConfigError(refusal(agents[asked[0]][0], error)) from None
     results = dict(zip(asked, made, strict=True))
@@ -86,7 +89,7 @@ class Tried:
     digests: Digests = field(default_factory=dict)
     """Digests of the functions' source files."""
     warnings: list[str] = field(default_factory=list)
-    """Warnings about functions that cannot be tried because this machine lacks a library. Trainers try them again."""
+    """Warnings about functions that this machine cannot try because it lacks a library. Trainers try them again."""
 
 
 def check_methods(training: TrainingConfig, team: TeamConfig | None, base: Path, where: Where) -> Tried:
@@ -100,7 +103,7 @@ def check_methods(training: TrainingConfig, team: TeamConfig | None, base: Path,
         base: Directory of the campaign file, searched first.
 
     Raises:
-        Mistakes: A function cannot be imported or called, or returns a value that violates its contract.
+        Mistakes: A function cannot be imported or called, or returns an invalid value.
     """
     methods = methods_of(training)
     if not methods:

@@ -28,7 +28,7 @@ RANKS = 4
 REQUEST = re.compile(
     r"(?P<head>  (?P<role>\w+): \{)partition: (?P<kind>cpu|gpu)(?P<rest>, .*?)(?:, time: (?P<time>\d+:\d\d:\d\d))?\}"
 )
-"""Line of a recipe's campaign file that requests jobs in the partition ``cpu`` or ``gpu``."""
+"""Matches a line of a recipe's campaign file that requests jobs in the partition ``cpu`` or ``gpu``."""
 
 
 @dataclass
@@ -40,14 +40,14 @@ class Starter:
     """Source of tasks in the directory. Empty if no tasks were detected."""
     model: str = ""
     base: str = BASE
-    """Source of the image ``base``."""
+    """Source from which the image ``base`` is built."""
     engine: bool = False
     agent: bool = False
     """True if mini-swe-agent is installed."""
     profiles: list[Profile] = field(default_factory=list)
     """Profiles for this site: the user's first, then the group's."""
     recognised: str = ""
-    """Rule by which the first profile matched this machine. Empty if the profile has no rule."""
+    """Rule of the first profile that matches this machine. Empty if the profile has no rule."""
     slurm: bool = False
     silent: bool = False
     """True if Slurm's programs are installed here but no controller answers."""
@@ -57,7 +57,7 @@ class Starter:
     whole_nodes: set[str] = field(default_factory=set)
     """Partitions that allocate whole nodes."""
     notices: list[str] = field(default_factory=list)
-    """Explanations for the user of values that could not be detected."""
+    """Explanations for the user why values could not be detected."""
 
     @classmethod
     def of(cls, directory: Path) -> Starter:
@@ -103,7 +103,7 @@ class Starter:
         self.recognised = matches[0] if matches else ""
 
     def next_steps(self, path: Path) -> list[str]:
-        """Returns the commands that a user types next.
+        """Returns the commands with which the user continues.
 
         Args:
             path: The campaign file.
@@ -204,8 +204,8 @@ class Starter:
     def _slurm(self) -> list[str]:
         if not self.slurm:
             if self.silent:
-                return ["# Slurm did not answer: until it does, run with --launcher local takes this machine."]
-            return ["# There is no Slurm here: megaflow-hpc run takes this machine."]
+                return ["# Slurm did not answer. Until it does, run with --launcher local to use this machine."]
+            return ["# There is no Slurm here: megaflow-hpc run uses this machine."]
         account = [f"  account: {_quoted(self.accounts[0])}{_others(self.accounts)}"] if self.accounts else []
         if self.profiles and "pods" in (self.profiles[0].fields.get("slurm") or {}):
             unknown = [] if account else ["  # account: PROJECT  # many sites demand one"]
@@ -252,8 +252,8 @@ class Starter:
 
 
 def _tasks_in(directory: Path) -> str:
-    """Returns the source of the tasks in a directory. Also finds tasks written by ``tasks import``. Empty if there are
-    none."""
+    """Returns the source of the tasks in a directory. Returns an empty string if there are none. Also finds tasks
+    written by ``tasks import``."""
     if any(directory.glob("tasks/*/task.toml")):
         return "tasks/*"
     for pattern in ("*.jsonl", "tasks/*.jsonl", "tasks/*/*/task.toml"):
@@ -263,7 +263,7 @@ def _tasks_in(directory: Path) -> str:
 
 
 def _first(choice: list[Partition]) -> Partition:
-    """Selects the partition to write into the file."""
+    """Returns the partition to write into the file."""
     return max(choice, key=lambda partition: (partition.default, partition.nodes))
 
 

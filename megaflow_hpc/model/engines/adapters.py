@@ -1,4 +1,4 @@
-"""One adapter per engine: turns the campaign's ``model:`` section into a :class:`Launch`.
+"""Converts the campaign's ``model:`` section to a :class:`Launch`, with one adapter for each kind of engine.
 
 A launch has a command line, environment variables, and an address: a Unix socket in a private directory if the engine
 supports sockets (vLLM ``--uds``), otherwise a free loopback port. The section's ``args`` become command-line options:
@@ -28,10 +28,10 @@ from megaflow_hpc.model.engines.launch import IMAGE_PYTHON, Launch, in_image, ov
 from megaflow_hpc.model.images import MAX_PIXELS
 
 NO_HOST = "nowhere.invalid"
-"""Host name that cannot exist (RFC 6761). It replaces an empty list of allowed hosts, which vLLM takes to mean all
+"""Host name that cannot exist (RFC 6761). It replaces an empty list of allowed hosts, because vLLM would then allow all
 hosts."""
 MAX_SOCKET_PATH = 100
-"""Maximum length of a Unix socket path in bytes (sun_path holds 108)."""
+"""Maximum length of a Unix socket path in bytes. Linux allows 108 (``sun_path``)."""
 
 
 def launch(model: Mapping[str, Any], policy: str, private: Path, seen: Iterable[Path] = ()) -> Launch:

@@ -6,9 +6,9 @@ In an Apptainer image (``model.image``)::
 
 The engine sees the server's private directory (socket, home, Apptainer's temporary files) and the paths in
 ``model.binds``. It sees the model and the run's published weights read-only. The image is not a sandbox, because the
-engine is the user's own program. The container shares the host's network, processes and /dev/shm, through which the
-engine's processes pass tensors. Only environment variables for engines and GPUs (:data:`PASSED`) are passed on. They
-are passed as ``APPTAINERENV_`` variables, because other users can read the command line.
+engine is the user's own program. The container shares the host's network and processes. It also shares /dev/shm,
+through which the engine's processes pass tensors. Only environment variables for engines and GPUs (:data:`PASSED`) are
+passed on. They are passed as ``APPTAINERENV_`` variables, because other users can read the command line.
 
 Across the nodes of the server's allocation (``model.nodes``), as a job step with one task per node::
 
@@ -47,24 +47,24 @@ class Launch:
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables added to the server's own environment."""
     uds: str | None = None
-    """Path of the engine's Unix socket, or ``None`` if it listens at ``base_url``."""
+    """Path of the engine's Unix socket. ``None`` if it listens at ``base_url``."""
     base_url: str = ""
-    """Root URL, without ``/v1``."""
+    """Root URL of the engine, without ``/v1``."""
     api_url: str = ""
-    """Base URL of an external endpoint's API, before ``/chat/completions``. If empty, ``base_url/v1`` is used."""
+    """Base URL of an external endpoint's API, such as ``https://HOST/v1``. If empty, ``base_url/v1`` is used."""
     api: str = ""
     """API of an external endpoint, a key of :data:`~megaflow_hpc.model.engines.upstream.UPSTREAMS`. If empty, the
     endpoint gets the same requests as an engine."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Default values of request fields, added to each completion request to an external endpoint that does not set
+    """Default values of request fields for an external endpoint. They are added to completion requests that do not set
     them."""
     key: str = field(default="", repr=False)
     """Bearer token that the engine requires. Empty if it requires none."""
     model_name: str = ""
     """Name under which the engine serves the model."""
     protocol: str = "text"
-    """The highest gateway protocol that the engine supports: ``text``, ``plain``, ``split`` or ``sglang``. For a reward
-    model, ``reward``."""
+    """The highest gateway protocol that the engine supports: ``text``, ``plain``, ``split`` or ``sglang``. It is
+    ``reward`` for a reward model."""
     reload: str = ""
     """API for loading weights in place: ``vllm`` or ``sglang``. If empty, new weights require a restart."""
     metrics: bool = False
@@ -94,7 +94,7 @@ IMAGE_PYTHON = "python3"
 """Interpreter in the image if ``model.python`` is not set."""
 HOME, UNPACKED = "home", "image"
 FUSE = "/dev/fuse"
-"""The FUSE device. Without it, unprivileged users cannot mount a SIF file, so every start unpacks the file."""
+"""Path of the FUSE device. Without it, unprivileged users cannot mount a SIF file, so every start unpacks the file."""
 
 
 def in_image(launch: Launch, model: Mapping[str, Any], private: Path, seen: Iterable[Path] = ()) -> Launch:
@@ -147,7 +147,8 @@ def gpu_flags(model: Mapping[str, Any], devices: Path = Path("/dev")) -> list[st
 
 
 def _model_paths(model: Mapping[str, Any]) -> list[Path]:
-    """Returns the script, and the model's directory with its symlink targets or else the whole Hugging Face cache."""
+    """Returns host paths that the model needs: its script, and its directory with the targets of symlinks. If the model
+    is not a directory, returns the whole Hugging Face cache."""
     paths = [Path(str(model["script"]))] if model.get("script") else []
     path = Path(str(model.get("path") or ""))
     if model.get("path") and path.is_dir():

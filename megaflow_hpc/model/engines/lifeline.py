@@ -1,4 +1,4 @@
-"""The parent of an engine's processes. It stops all of them on a signal, or when its own parent exits.
+"""Runs an engine as its parent process. Stops all of the engine's processes on a signal, or when its own parent exits.
 
 ``python -m megaflow_hpc.model.engines.lifeline COMMAND…`` starts the command in a new session and waits for it.
 SIGTERM, SIGINT, SIGHUP or end-of-file on standard input (the server died) stops it: the lifeline sends SIGTERM to the
@@ -66,8 +66,10 @@ def _kill_all() -> None:
 
 
 def _marking(mark: str) -> dict[str, str]:
-    """Returns the environment variables that mark the command's processes. Without ``SPT_NOENV``, setproctitle
-    overwrites a process's environment in ``/proc``. Apptainer and Singularity pass on only variables with their prefix.
+    """Returns the environment variables that mark the command's processes.
+
+    ``SPT_NOENV`` keeps setproctitle from overwriting a process's environment in ``/proc``. Apptainer and Singularity
+    pass on only variables with their prefix.
     """
     variables = {MARK: mark, "SPT_NOENV": "1"}
     inside = {f"{runtime}ENV_{name}": variables[name] for runtime in ("APPTAINER", "SINGULARITY") for name in variables}
@@ -79,8 +81,8 @@ def _marked(mark: bytes) -> list[int]:
 
 
 def _guard(mark: str) -> None:
-    """Forks the guardian. It reads from a pipe whose write end only this process holds, so end-of-file means that this
-    process has ended."""
+    """Forks the guardian, which reads from a pipe. Only this process holds the pipe's write end, so end-of-file means
+    that this process has ended."""
     read, write = os.pipe2(os.O_CLOEXEC)
     if os.fork():
         os.close(read)

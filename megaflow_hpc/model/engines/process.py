@@ -1,9 +1,9 @@
-"""Starts an engine under a lifeline, waits for its first completion, and stops it with all its processes. Finds the
-cause of an engine's exit in its log.
+"""Starts an engine under a lifeline, waits for its first completion, and stops all its processes.
 
-An external endpoint has no process. It is checked with as few requests as possible: ``GET …/models`` costs nothing, and
-an endpoint that lists the model is ready. Otherwise the check requests a completion. This request contains only the
-model and a message, because some endpoints reject ``max_tokens`` and others ``max_completion_tokens``.
+If an engine exits, its log is searched for the cause. An external endpoint has no process. It is checked with as few
+requests as possible: ``GET …/models`` costs nothing, and an endpoint that lists the model is ready. Otherwise the check
+requests a completion. This request contains only the model and a message, because some endpoints reject ``max_tokens``
+and others ``max_completion_tokens``.
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ from megaflow_hpc.model.engine_api import CHAT, CLASSIFY, COMPLETIONS, MODELS
 from megaflow_hpc.model.engines.launch import Launch
 
 WARM_UP_TOKENS = 3
-"""Length of the first completion in tokens. With a single token, the engine would compile prefill but not decode."""
+"""Number of tokens in the first completion. A single token would make the engine compile prefill but not decode."""
 LOG_TAIL_BYTES = 200_000
-"""Bytes at the end of the engine's log to search for a cause. Large, because the first error may cause many more."""
+"""Number of bytes at the end of the engine's log that are searched for a cause. The number is large, because the first
+error may cause many more."""
 FATAL = b"EngineCore encountered a fatal error"
-"""Log text before the traceback of vLLM's core. After it, vLLM logs a traceback per request in flight, megabytes in
-total."""
+"""Log text before the traceback of vLLM's core. After it, vLLM logs a traceback for each request in flight, which may
+take megabytes."""
 END_TIMEOUT_S = 20.0
 """Seconds that the lifeline gets to stop the engine before the lifeline is killed."""
 NOT_PASSED = ("PMI_", "PMIX_", "APPTAINER", "SINGULARITY")
-"""Prefixes of environment variables withheld from engines: MPI's, and binds added by a site's Apptainer module."""
+"""Prefixes of environment variables that engines do not get: MPI's, and binds from a site's Apptainer module."""
 BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0
-"""Initial and maximum seconds between retries if an external endpoint is unavailable. The pause doubles each time."""
+"""Initial and maximum seconds between retries while an external endpoint is unavailable. The pause doubles each
+time."""
 TEMPORARY = frozenset({408, 425, 429})
 """HTTP statuses below 500 for which a request to an external endpoint is retried."""
 QUESTION = "Are you ready?"
 """Prompt of the first completion."""
 Ask = Callable[[str, dict[str, Any] | None, float], Awaitable[tuple[int, str]]]
-"""Function that sends a request to an engine. Takes the path, the JSON body (``None`` for a GET) and a timeout in
-seconds. Returns the status and the response text."""
+"""Function that sends a request to an engine and returns the status and the response text. Its arguments are the path,
+the JSON body (``None`` for a GET) and a timeout in seconds."""
 
 
 class EngineProcess:
@@ -100,7 +102,7 @@ class EngineProcess:
                 await engine.wait()
 
     def cause(self) -> str:
-        """Returns the reason why the process ended, in one line."""
+        """Returns the reason why the process ended as one line of text."""
         try:
             with self.log_file.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as log:
                 start = log.rfind(FATAL, self._log_start)
@@ -219,7 +221,8 @@ async def _complete(launch: Launch, ask: Ask, listed: list[str]) -> None:
 
 
 def _check(launch: Launch, path: str, status: int, text: str) -> None:
-    """Raises :class:`_Unavailable` for a temporary status, and ModelServiceError if the key is rejected."""
+    """Checks the status of a response. Raises :class:`_Unavailable` if it is temporary, and ModelServiceError if the
+    key is rejected."""
     answer = f"HTTP {status}: {_short(text)}"
     if status in (401, 403):
         raise ModelServiceError(f"{launch.url(path)} {KEY} of model.api_key_file: {answer}")
@@ -254,7 +257,8 @@ CAUSES: tuple[tuple[str, str, bool], ...] = (
     (r"^FATAL( ERROR)?:", "its image cannot be started", False),
     (r"max seq len|KV cache is needed|max_model_len", "the context length does not fit", True),
 )  # fmt: skip
-"""Tuples of (pattern of a log line, cause, True if a restart would fail too). The first match applies."""
+"""Known causes: pattern of a log line, text of the cause, and whether a restart would fail too. The first match
+applies."""
 LASTING = (KEY, REFUSED, *(cause for _, cause, lasting in CAUSES if lasting))
 """Causes that a restart would not fix."""
 REJECTED = (
@@ -273,13 +277,12 @@ FOLLOWS = r"EngineDeadError|Engine core initialization failed|See (stack trace|r
 """Matches errors that only point to another error."""
 
 IGNORED = r"^(\([^)]*\)\s*)?(DEBUG|INFO|WARNING)\b|^slurmstepd-\S+: error: \*\*\* STEP|^srun: launch"
-"""Matches log lines that never name a cause. They come from a running engine, or from a job step that ended because one
-of its tasks exited."""
+"""Matches log lines that never name a cause. A running engine writes them, or a job step of which one task exited."""
 
 
 def cause(log_tail: str, exit_code: int | None) -> str:
-    """Returns the reason why an engine ended, in one line: a known cause with its log line, or else the last error
-    line.
+    """Returns the reason why an engine ended as one line of text. It is a known cause with its log line, or else the
+    last error line.
 
     Args:
         log_tail: The end of the engine's log, from its latest start on.

@@ -38,7 +38,7 @@ ANTHROPIC_VERSION = "2023-06-01"
 MAX_TOKENS = 8192
 """Default token limit of requests to Anthropic, whose API requires a limit."""
 UNSIGNED = "skip_thought_signature_validator"
-"""Gemini accepts this string instead of a signature on a function call that another model made."""
+"""Gemini accepts this string instead of a signature if another model made the function call."""
 _DATA_URL = re.compile(r"data:(image/[a-z0-9.+-]+);base64,", re.IGNORECASE)
 _RETRY_DELAY = re.compile(rb'"retryDelay"\s*:\s*"(\d{1,6})(?:\.\d+)?s"')
 
@@ -108,13 +108,14 @@ def answer_of(engine: Launch, path: str, reply: Any) -> dict[str, Any]:
 
 
 def retry_after(body: bytes) -> str:
-    """Returns the retry delay in seconds from the body of a refusal, as Gemini reports it, or an empty string."""
+    """Returns the retry delay in seconds from the body of an error response, as Gemini reports it. Returns an empty
+    string if there is none."""
     match = _RETRY_DELAY.search(body)
     return str(int(match[1]) + 1) if match else ""
 
 
 def without_key(body: bytes, key: str) -> bytes:
-    """Redacts an endpoint's key in an error text, because agents may see the text."""
+    """Removes an endpoint's key from an error text, because agents may see the text."""
     return body.replace(key.encode(), b"[key]") if key else body
 
 
@@ -180,7 +181,7 @@ def _grouped(turns: Iterator[tuple[str, list[dict[str, Any]]]], name: str) -> li
 
 
 def _system(messages: Sequence[Mapping[str, Any]]) -> tuple[str, Sequence[Mapping[str, Any]]]:
-    """Splits off the leading system messages. Returns their text and the other messages."""
+    """Splits off the leading system messages. Returns (their text, the other messages)."""
     count = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
     return "\n\n".join(filter(None, (_text(message.get("content")) for message in messages[:count]))), messages[count:]
 
@@ -299,7 +300,7 @@ class OpenAi:
                     yield {"role": message["role"], "content": parts}
 
     def _own_items(self, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yields the items of another model's answer."""
+        """Yields the items of an answer that another model gave."""
         if text := _text(message.get("content")):
             yield {"role": "assistant", "content": text}
         for call in message.get("tool_calls") or ():
@@ -390,7 +391,7 @@ class Anthropic:
     def _turns(
         self, messages: Sequence[Mapping[str, Any]], own_tools: Sequence[Mapping[str, Any]]
     ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-        """Yields the role and the blocks of each turn. Results of Anthropic's own tools contain their screenshots."""
+        """Yields (role, blocks) of each turn. Results of Anthropic's own tools contain their screenshots."""
         result: dict[str, Any] | None = None
         for message in separated_results(messages) if own_tools else messages:
             blocks, before, result = self._blocks(message), result, None
@@ -469,7 +470,7 @@ class Anthropic:
 
 
 def _anthropic_id(call_id: str | None) -> str:
-    """Replaces the characters in a tool call's id that Anthropic refuses. Other models' ids may contain them."""
+    """Replaces the characters of a tool call's id that Anthropic refuses. Ids from other models may contain them."""
     return re.sub(r"[^a-zA-Z0-9_-]", "_", call_id or "_")
 
 
@@ -530,7 +531,7 @@ class Gemini:
 
     def _turns(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         names: dict[str, str] = {}
-        """Maps the id of each tool call to the function's name."""
+        """Name of the function that each tool call names, by the call's id."""
         for message in messages:
             if message["role"] == "assistant":
                 calls = message.get("tool_calls") or ()
@@ -555,7 +556,8 @@ class Gemini:
                 blocks.append({"inlineData": {"mimeType": match[1].lower(), "data": url[match.end() :]}})
             else:
                 blocks.append({"fileData": {"fileUri": url}})
-        if blocks and (signature := _signature(message)):
+        signature = _signature(message)
+        if blocks and signature:
             blocks[-1]["thoughtSignature"] = signature
         return blocks
 
@@ -577,7 +579,8 @@ class Gemini:
         parts = (candidate.get("content") or {}).get("parts") or []
         message: dict[str, Any] = {"role": "assistant"}
         message["content"] = "".join(part["text"] for part in parts if "text" in part and not part.get("thought"))
-        if thoughts := [part["text"] for part in parts if part.get("thought") and "text" in part]:
+        thoughts = [part["text"] for part in parts if part.get("thought") and "text" in part]
+        if thoughts:
             message["reasoning_content"] = "".join(thoughts)
         calls = []
         for part in parts:
@@ -610,4 +613,4 @@ def _signature(message: Mapping[str, Any]) -> str:
 
 
 UPSTREAMS: Mapping[str, Upstream] = {"openai": OpenAi(), "anthropic": Anthropic(), "gemini": Gemini()}
-"""Maps each value of ``model.api`` to its conversion."""
+"""Conversion for each value of ``model.api``."""

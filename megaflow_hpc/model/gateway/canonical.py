@@ -1,4 +1,4 @@
-"""Canonical forms of OpenAI messages, used to recognise messages that a client has rewritten."""
+"""Reduces OpenAI messages to canonical forms, in order to recognise messages that a client has rewritten."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def conversation_digest(messages: Any) -> str:
 
 
 def message_digest(message: Mapping[str, Any]) -> str:
-    """Returns a digest of a message. Ignores empty fields, and treats a string and a list with one text part as
-    equal."""
+    """Returns a digest of a message. Empty fields are ignored. A string counts as equal to a list with one text
+    part."""
     fields = {name: value for name, value in message.items() if value not in (None, "", [])}
     content = fields.get("content")
     if isinstance(content, list) and len(content) == 1 and set(content[0]) == {"type", "text"}:
@@ -51,7 +51,7 @@ def meaning_digest(message: Mapping[str, Any]) -> str:
 
 
 def same_message(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Returns whether two messages have the same meaning and reasoning. Empty fields count as absent."""
+    """Returns whether two messages have equal role, text, tool calls and reasoning. Empty fields count as absent."""
     return meaning_digest(one) == meaning_digest(other) and reasoning_of(one) == reasoning_of(other)
 
 
@@ -80,8 +80,11 @@ def call_ids(message: Mapping[str, Any]) -> str:
 
 
 def completes(message: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
-    """Returns whether a message has the same meaning as an answer with the same tool-call ids. Ignores arguments that
-    only the message has, because clients fill in defaults."""
+    """Returns whether a message is an answer that a client sent back, possibly with added arguments.
+
+    Compares role, text, tool calls and their ids. Ignores arguments that only the message has, because clients fill in
+    defaults.
+    """
     if len(message["tool_calls"]) != len(answer["tool_calls"]):  # an id may contain the separator
         return False
     for call, own in zip(message["tool_calls"], answer["tool_calls"], strict=True):
@@ -94,7 +97,7 @@ def completes(message: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
 
 
 def raw_reasoning_of(message: Mapping[str, Any]) -> str:
-    """Returns a message's reasoning, for which engines use one of two field names."""
+    """Returns a message's reasoning. Engines use one of two field names for it."""
     return message.get("reasoning") or message.get("reasoning_content") or ""
 
 

@@ -28,19 +28,22 @@ from megaflow_hpc.model.json_text import offload
 from megaflow_hpc.trajectory import TokenSequence
 
 _MAX_SEQUENCES = 4
-"""Maximum number of sequences tried for a ``thoughts: keep`` call whose prompt does not extend a recorded rendering."""
+"""Maximum number of sequences to try for a call whose prompt does not extend a recorded rendering. Applies to
+``thoughts: keep``."""
 _RENDERED = (
     *("model", "messages", "tools", "tool_choice", "reasoning_effort", "chat_template_kwargs"),
     "continue_final_message",
 )
-"""Options of a chat request that determine its prompt in SGLang."""
+"""Options of a chat request that influence its prompt in SGLang."""
 _CONTEXT_TOKENS = 16
 """Number of prompt tokens decoded along with an answer, to give its start the right context."""
 
 
 async def continued(call: Call, rendered: Prompt) -> Prompt:
-    """Returns the prompt to send instead of a rendered prompt. Raises the same errors as :meth:`Call.post`, and
-    KeyError or the like if a reply is malformed."""
+    """Returns the prompt to send instead of a rendered prompt.
+
+    Raises the errors of :meth:`Call.post`. A malformed reply raises KeyError or a similar error.
+    """
     request = call.request
     messages = request.body.get("messages") or ()
     continues = await offload(request.size, request.recorder.tip, rendered, messages, request.policy, request.role)
@@ -66,8 +69,9 @@ async def continued(call: Call, rendered: Prompt) -> Prompt:
 
 
 def _joined(sequence: TokenSequence, tip: Tip, tail: array[int], rendered: Prompt) -> Prompt:
-    """Returns the sequence up to its answer, followed by the end of the rendering. Returns the rendering unchanged if
-    the result would not show the same images.
+    """Returns the sequence up to its answer, followed by the end of the rendering.
+
+    Returns the rendering unchanged if the result would not show the same images.
     """
     first = len(rendered.tokens) - len(tail)
     shift = tip.end - first
@@ -79,7 +83,8 @@ def _joined(sequence: TokenSequence, tip: Tip, tail: array[int], rendered: Promp
 
 
 async def _with_thoughts(call: Call, rendered: Prompt, messages: Sequence[Mapping[str, Any]]) -> Prompt:
-    """Returns a prompt that keeps the sampled answers although the template now renders earlier turns differently."""
+    """Returns a prompt that keeps the answers as they were sampled, although the template now renders earlier turns in
+    another way."""
     request = call.request
     speaker = request.policy, request.role
     tips = await offload(request.size, request.recorder.answered, messages, *speaker, _MAX_SEQUENCES)
@@ -112,7 +117,8 @@ async def _same_text(call: Call, sampled: array[int], given: array[int], tip: Ti
 
 
 async def _same_text_sglang(call: Call, encodings: list[list[int]], tip: Tip) -> bool:
-    """Does the same for SGLang. Decodes some of the prompt too, because SGLang's endpoint knows no context."""
+    """Returns whether two encodings of an answer decode to the same text in SGLang. Also decodes a part of the prompt,
+    because SGLang's endpoint does not know the context."""
     context = list(tip.rendered[-_CONTEXT_TOKENS:])
     request = {
         "model": call.server.model_name,
@@ -133,7 +139,7 @@ def _same_parts(texts: list[str], expected: int, tip: Tip) -> bool:
 
 
 def _parts(text: str, answer: Mapping[str, Any]) -> list[str]:
-    """Splits a decoded answer into reasoning, text and the rest, and strips the whitespace that parsers also strip."""
+    """Splits a decoded answer into reasoning, text and the rest. Strips the whitespace that parsers also strip."""
     parts = []
     for part in (reasoning_of(answer), str(answer.get("content") or "").strip()):
         if part and part in text:
@@ -158,8 +164,12 @@ async def _tail(call: Call, rendered: Prompt, messages: Sequence[Mapping[str, An
 
 
 def _common_end(one: array[int], other: array[int]) -> int:
-    pairs = zip(reversed(one), reversed(other), strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    count = 0
+    for a, b in zip(reversed(one), reversed(other), strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
 
 
 async def _rendered(call: Call, messages: Sequence[Mapping[str, Any]]) -> array[int]:

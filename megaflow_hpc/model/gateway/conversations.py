@@ -1,4 +1,4 @@
-"""The conversations of one rollout, stored as a tree of messages.
+"""Stores the conversations of one rollout as a tree of messages.
 
 A call's conversation is the path from a root to its answer. Conversations with a common prefix share its nodes::
 
@@ -31,7 +31,7 @@ from megaflow_hpc.trajectory import Recording
 
 Message = Mapping[str, Any]
 MAX_TASK_CHARACTERS = 20_000
-"""Maximum length in characters of the tool-call arguments that are kept, to find the call that started a background
+"""Maximum length in characters of tool-call arguments that are kept. They show which call started a background
 sub-agent."""
 
 
@@ -57,16 +57,15 @@ class Conversations:
         self._recording = recording
         self._messages, self._parents = recording.messages, recording.parents
         self._children: dict[tuple[int, str], list[int]] = {}
-        """Maps (parent node, message key) to child nodes. The key is the message's digest. Answers are also stored
-        under the digest of their meaning and under their tool-call ids.
-        """
+        """Child nodes by (parent node, message key). The key is the message's digest. Answers also have entries for the
+        digest of their meaning and for their tool-call ids."""
         self._turns: dict[int, int] = {}
-        """Maps each answer's node to the number of its call."""
+        """Number of the call that returned each answer, by the answer's node."""
         self._open: dict[int, None] = {}
         """Nodes of answers whose tool calls have no results yet."""
         self._asked: dict[str, int] = {}
-        """Maps each string argument of a tool call, prefixed with a line feed, to the latest call with this argument.
-        Omits strings longer than :data:`MAX_TASK_CHARACTERS`."""
+        """The latest call with each string argument of a tool call, by the argument with a line feed before it. Omits
+        strings longer than :data:`MAX_TASK_CHARACTERS`."""
         answers = {turn.message: number for number, turn in enumerate(recording.turns) if turn.message >= 0}
         for node, parent in enumerate(self._parents):
             self._index(node, message_digest(self._messages[node]), answers.get(node))
@@ -152,8 +151,8 @@ class Conversations:
         return [node for node in matches if call_ids(self._messages[node]) == ids] or matches
 
     def _as_written(self, node: int, message: Message, key: str, policy: str) -> Message | None:
-        """Returns the recorded answer at a node, but with the client's tool-call ids, because later messages refer to
-        these.
+        """Returns the recorded answer at a node with the client's tool-call ids, because later messages refer to these
+        ids.
 
         Returns ``None`` if another policy gave the answer and the client's message differs from it.
         """
@@ -189,7 +188,8 @@ class Conversations:
             return -1
         prompts = ["\n" + content_of(dict(message)).strip() for message in messages if message.get("role") == "user"]
         prompt, waiting = "".join(prompts), list(self._open)
-        if quoted := [node for node in waiting if any(text in prompt for text in _texts(self._messages[node]))]:
+        quoted = [node for node in waiting if any(text in prompt for text in _texts(self._messages[node]))]
+        if quoted:
             return self._turns[max(quoted)]
         begins = not any(message.get("role") == "assistant" for message in messages)
         asked = list(self._asked.items()) if begins else ()
@@ -197,7 +197,7 @@ class Conversations:
         return max(earlier, default=self._turns[max(waiting)] if waiting else -1)
 
     def _close(self, node: int) -> None:
-        """Marks the tool calls of an answer and of its siblings as done. The siblings will get no results."""
+        """Marks the tool calls of an answer and of its siblings as done, because the siblings will get no results."""
         if node in self._open:
             for other in list(self._open):
                 if self._parents[other] == self._parents[node]:

@@ -31,9 +31,10 @@ KEEP_ALIVE_S = 20.0
 MAX_ANSWER = 32 * 2**20
 """Maximum size of a response body, in bytes."""
 SMALL_ANSWER = 2**20
-"""Maximum size in bytes of a response body that may be read without the rollout's quota for large responses."""
+"""Maximum size in bytes of a response body that a rollout may read without using its quota for large responses."""
 GATE_TIMEOUT_S = 120.0
-"""Maximum seconds that a large response waits for the quota. Meanwhile it occupies a server that has other clients."""
+"""Maximum seconds that a large response waits for the quota. Meanwhile, it occupies a server that other clients
+need."""
 _HEADERS_LEFT_OUT = ("Accept", "Accept-Encoding", "User-Agent")
 Gate = Callable[[], Awaitable[None]]
 """Coroutine function that returns once a large response may be read."""
@@ -42,8 +43,8 @@ _SERVER_AT_FAULT = frozenset({401, 402, 403, 408, 429})
 _REFUSED = frozenset({408, 429})
 """HTTP status codes with which an endpoint rejects requests above its rate limit."""
 _FORBIDDEN = frozenset({401, 402, 403})
-"""HTTP statuses with two meanings. From an engine: the request is forbidden, or credit is used up. From its proxy: the
-key is wrong."""
+"""HTTP statuses that may have two causes. The engine forbids the request or its credit is used up, or the proxy refuses
+the key."""
 _MAX_REFUSAL = 64 * 2**10
 """Maximum size in bytes of an engine's error response that is passed on to the agent."""
 _MAX_VERSION_DIGITS = 9
@@ -79,7 +80,7 @@ class EngineClient:
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
         self._fingerprints: dict[str, aiohttp.Fingerprint] = {}
-        """One object per fingerprint, because aiohttp reuses a connection only for the same object."""
+        """aiohttp's object for each fingerprint. aiohttp reuses a connection only if it gets the same object again."""
 
     async def post(
         self,
@@ -158,7 +159,7 @@ class EngineClient:
 
 
 async def _read(answer: aiohttp.ClientResponse, gate: Gate | None) -> bytearray:
-    """Reads a response body. While the gate is closed, TCP flow control stops the server from sending."""
+    """Reads a response body. While the gate is closed, TCP flow control keeps the server from sending more."""
     body = bytearray()
     while part := await answer.content.readany():
         body += part
@@ -200,9 +201,10 @@ class Unavailable(Exception):
     def __init__(self, message: str, wait_s: float = 0.0, refused: bool = False) -> None:
         super().__init__(message)
         self.wait_s = wait_s
-        """Backoff in seconds that the server asks for (``Retry-After``)."""
+        """Backoff in seconds that the server asks for in ``Retry-After``."""
         self.refused = refused
-        """True if the server refused the call for its rate (408, 429). It may still accept smaller requests."""
+        """True if the server refused the call because of its rate limit (408, 429). It may still accept smaller
+        requests."""
 
 
 class UnusableAnswer(Exception):
@@ -233,7 +235,7 @@ class EngineRequest(NamedTuple):
     sampling: Sampling = Sampling()
     """The policy's sampling settings."""
     keep_thoughts: bool = False
-    """If True, earlier answers stay in the prompt as they were sampled, even if the chat template changes them."""
+    """True if earlier answers stay in the prompt as they were sampled, even if the chat template changes them."""
     free: bool = True
     """True if nothing in the request constrains the policy's choice of tokens."""
     limit: int = 0
@@ -247,7 +249,7 @@ class EngineRequest(NamedTuple):
     started_by: int | None = None
     """Number of the call that caused this one, if the agent named it."""
     images: Mapping[str, Image] = {}
-    """Images in the messages, by the SHA-256 with which the messages refer to them."""
+    """Images in the messages, by SHA-256. The messages refer to them by this hash."""
 
     @property
     def chat(self) -> bool:
@@ -264,7 +266,7 @@ class EngineRequest(NamedTuple):
 
     @property
     def asked_images(self) -> list[str | None]:
-        """SHA-256 of each image in the prompt, in order. ``None`` for an image on another host."""
+        """SHA-256 of each image in the prompt, in order. ``None`` stands for an image on another host."""
         return shown_images(self.body.get("messages") or ())
 
     @property

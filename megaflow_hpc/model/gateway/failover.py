@@ -44,16 +44,16 @@ T = TypeVar("T")
 RETRY_S = 0.5
 """Seconds before a call is retried after an unusable response. The pause doubles each time."""
 MAX_UNUSABLE, MAX_UNUSABLE_OF_ONE = 6, 3
-"""Numbers of unusable responses after which a call fails: from all servers together, and from one server that still
-answers the control request."""
+"""Maximum numbers of unusable responses to a call. The first is for all servers together. The second is for one server
+that still answers the control request."""
 CONTROL_TIMEOUT_S = 30.0
 CONTROL_SERVERS = 4
-"""The control is sent to the least busy servers at the same time, at most this many."""
+"""Maximum number of servers that get the control request. The least busy servers get it, all at the same time."""
 Ask = Callable[[Call], Awaitable[T]]
 
 
 class Answered(NamedTuple, Generic[T]):
-    """The result of a successful call."""
+    """Result of a successful call, with its times."""
 
     answer: T
     server: Server

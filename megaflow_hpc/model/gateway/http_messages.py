@@ -1,4 +1,5 @@
-"""Requests and responses of the gateway's HTTP server: JSON bodies, streams, and errors with their types."""
+"""Reads requests and sends responses of the gateway's HTTP server: JSON bodies, streams, and errors with their
+types."""
 
 from __future__ import annotations
 
@@ -21,8 +22,7 @@ SUSPENDED = "rollout_suspended"
 """Error types that clients should not retry."""
 TOO_MANY_CONNECTIONS = "too_many_connections"
 SEND_TIMEOUT_S = 60.0
-"""Seconds within which an agent must read a response. The limit exists because other calls of its rollout may be
-waiting for their turn."""
+"""Seconds within which an agent must read a response. Other calls of its rollout may be waiting for their turn."""
 PING_INTERVAL_S = 20.0
 """A stream sends a comment after this many seconds without data."""
 MAX_BODY = 32 * 2**20
@@ -32,7 +32,7 @@ MAX_BODY_OF_UNKNOWN_SIZE = 8 * 2**20
 
 
 class CallError(Exception):
-    """Ends a call with an error in the agent's dialect.
+    """Ends a call. The agent gets the error in its own API's format.
 
     Args:
         status: HTTP status.

@@ -52,8 +52,7 @@ class Quotas:
 
 
 class Bucket:
-    """A token bucket that refills at ``rate`` per second. Its capacity is one second's worth of tokens, but at least
-    1."""
+    """A token bucket. It refills at ``rate`` per second and holds one second's worth, but at least 1."""
 
     def __init__(self, rate: float, clock: Clock = time.monotonic) -> None:
         self.rate, self._clock = rate, clock
@@ -66,7 +65,8 @@ class Bucket:
         self._level -= amount
 
     def wait_s(self, amount: float) -> float:
-        """Returns the seconds until the bucket holds ``amount``, capped at its capacity."""
+        """Returns the seconds until the bucket holds ``amount``. If the bucket cannot hold that much, returns the
+        seconds until it is full."""
         self._fill()
         missing = min(amount, self._size) - self._level
         return missing / self.rate if missing > _ROUNDING else 0.0

@@ -1,4 +1,4 @@
-"""A rollout that is open at its gateway, with its address, key, budget, quota and recorder."""
+"""Holds the state of a rollout that is open at its gateway: address, key, budget, quota and recorder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megaflow_hpc.trajectory import Image
 from megaflow_hpc.types import CallBudget
 
 SEEDS = 2**31
-"""Exclusive upper bound for seeds that every engine supports."""
+"""All engines support seeds below this number."""
 MAX_CALLS = 64
 """Maximum number of concurrent calls of one rollout."""
 
@@ -28,7 +28,7 @@ class OverBudget(Exception):
 class RolloutQuota:
     """Limits the gateway resources that one rollout can hold: calls, bytes in their bodies, and one large response.
 
-    Calls over the quota wait in order of arrival, so that the gateway remains available to its other rollouts. Use it
+    A call over the quota waits, in order of arrival. So the gateway remains available to its other rollouts. Use it
     from a single event loop.
 
     Args:
@@ -39,7 +39,7 @@ class RolloutQuota:
     def __init__(self, size: int, calls: int = MAX_CALLS) -> None:
         self._size, self._calls = size, calls
         self._first = asyncio.Lock()
-        """Held by the call whose turn is next. Calls acquire the lock in order of arrival, because asyncio locks are
+        """Lock of the call whose turn is next. Calls acquire it in order of arrival, because asyncio's locks are
         FIFO."""
         self._freed = asyncio.Condition()
         self._answers = asyncio.Lock()
@@ -60,9 +60,9 @@ class RolloutQuota:
 
     @asynccontextmanager
     async def large_answer(self) -> AsyncIterator[Gate]:
-        """Yields a gate to await before a large response is read. It opens for one call at a time.
+        """Yields a gate to await before a large response is read. The gate opens for one call at a time.
 
-        The call holds the gate until its context ends.
+        The call keeps the gate until its context ends.
         """
         held = False
 
@@ -92,11 +92,11 @@ class OpenRollout:
     recorder: Recorder
     budget: CallBudget = field(default_factory=CallBudget)
     servers: dict[str, str] = field(default_factory=dict)
-    """Maps each policy to the name of the server that served its latest call."""
+    """Name of the server that served each policy's latest call, by policy."""
     failure: str = ""
     """Reason why the latest call failed or is still pending. Empty if it succeeded."""
     unanswered: dict[str, str] = field(default_factory=dict)
-    """Maps each policy whose latest call got no answer to the reason."""
+    """Reason why a policy's latest call got no answer, by policy. Policies whose latest call got one are missing."""
     control: Callable[[], Awaitable[bool]] | None = None
     """Function that checks whether the service answers another request. ``None`` if the service is known to be down."""
     listener: socket.socket | None = None
@@ -128,7 +128,7 @@ class OpenRollout:
         self.failure, self.control = why, control
 
     def suspend(self, now: bool) -> None:
-        """Refuses new calls and, if ``now``, also those that are waiting for an engine's response."""
+        """Refuses new calls. If ``now``, also refuses calls that are waiting for an engine's response."""
         self.suspended = True
         if now:
             for task in self.waiting:
@@ -136,11 +136,12 @@ class OpenRollout:
 
     @property
     def group(self) -> str:
-        """Name shared by all rollouts of the same task and policy. Their prompts begin with the same tokens."""
+        """Name shared by all rollouts of the same task and policy, because their prompts begin with the same tokens."""
         return self.id.rpartition("/")[0] or self.id
 
     def set_seed(self, asked: dict[str, Any]) -> None:
-        """Sets the seed of call n (from 0) to the rollout's seed + n, unless the agent has set a seed."""
+        """Sets the sampling seed of a call unless the agent has set one. Call n, from 0, gets the rollout's seed +
+        n."""
         if self.seed >= 0 and asked.get("seed") is None:
             asked["seed"] = (self.seed + self.recorder.calls + self.in_flight - 1) % SEEDS
 

@@ -86,7 +86,7 @@ async def ask(call: Call) -> Answer:
 
 
 async def text(call: Call) -> Answer:
-    """Makes a call and records only its text."""
+    """Makes a call that returns no tokens, so that only its text is recorded."""
     reply = await call.complete()
     return await _read(call, reply, "an answer without a choice", _text, call, reply)
 
@@ -98,7 +98,7 @@ def _text(call: Call, reply: Reply) -> Answer:
 
 
 async def plain(call: Call) -> Answer:
-    """Calls ``/v1/chat/completions`` or ``/v1/completions`` with token ids and log-probabilities enabled."""
+    """Makes a call at ``/v1/chat/completions`` or ``/v1/completions`` that returns token ids and log-probabilities."""
     server, request = call.server, call.request
     logprobs = True if request.chat else max(1, int(request.body.get("logprobs") or 0))
     rendered = await _rendered_images(call)
@@ -239,7 +239,7 @@ async def split(call: Call) -> Answer:
 
 
 def _with_pixels(call: Call, prompt: Prompt) -> dict[str, Any] | None:
-    """Returns the fields of a generate request with the prompt's images, or ``None`` if token ids cannot mark the
+    """Returns the fields of a generate request with the prompt's images. Returns ``None`` if token ids cannot mark the
     images' positions.
 
     vLLM expands the first placeholder token in the prompt to the length of the first image, and so on. Each run is
@@ -300,7 +300,7 @@ async def sglang(call: Call) -> Answer:
 
 
 def _generated(generated: Reply) -> tuple[dict[str, Any], array[int], array[float], list[tuple[int, int]]]:
-    """Returns the choice of a generate response, its token ids and log-probabilities, and its weight version spans."""
+    """Returns (choice, token ids, log-probabilities, weight version spans) of a generate response."""
     (choice,) = generated["choices"]
     tokens = token_ids(choice["token_ids"])
     logprobs = log_probabilities([entry["logprob"] for entry in choice["logprobs"]["content"]], len(tokens))
@@ -318,7 +318,7 @@ async def _read(call: Call, reply: Reply, problem: str, read: Callable[..., T], 
 
 
 async def reward(call: Call) -> Answer:
-    """Asks a reward model to score a conversation. The answer's text is the reward, before any activation function."""
+    """Makes a reward model score a conversation. The answer's text is the reward before any activation function."""
     if not call.request.chat:
         raise RefusedCall(400, b"a reward model rates conversations; use /chat/completions")
     body = {"model": call.server.model_name, "messages": call.request.body["messages"], "use_activation": False}
@@ -355,7 +355,7 @@ async def count(call: Call) -> int:
 
 
 def _text_answer(call: Call, reply: Reply) -> Answer:
-    """Returns an answer without tokens. If the engine reports usage, assigns all of it to the first choice."""
+    """Returns an answer without tokens. The first choice gets all usage that the engine reports."""
     usage = reply.get("usage") or {}
     names = ("prompt_tokens", "completion_tokens", "total_tokens")
     prompt, sampled, total = (min(max(0, usage.get(name) or 0), _MAX_TOKENS) for name in names)
@@ -408,7 +408,7 @@ def _sample(reply: Reply, choice: dict[str, Any], chat: bool, server: str) -> Sa
 
 
 def _spans(choice: Mapping[str, Any], tokens: int) -> list[tuple[int, int]]:
-    """Returns (weight version, end index) of each run of tokens, or an empty list if the engine does not report
+    """Returns (weight version, end index) of each run of tokens. Returns an empty list if the engine reports no
     versions.
 
     A response has several versions if the weights changed while it was sampled.
@@ -435,8 +435,7 @@ def _name(value: Any) -> str:
 async def _control_status(call: Call, path: str, own: Mapping[str, Any] | None = None, **options: Any) -> int:
     """Sends one of the gateway's own requests to the server and returns the HTTP status.
 
-    The result determines the protocol that all rollouts use with the server, so text written by an agent must not
-    influence it.
+    The status determines the protocol that all rollouts use with the server. So an agent's text must not influence it.
     """
     body = {"model": call.server.model_name, "max_tokens": 1, **control_prompt(path), **options}
     try:

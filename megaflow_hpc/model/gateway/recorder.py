@@ -66,7 +66,7 @@ class SampledTokens:
     finish_reason: str = ""
     weight_version: int = 0
     weight_spans: Sequence[tuple[int, int]] = ()
-    """(weight version, end index) of each run of tokens, if several versions sampled them."""
+    """(weight version, end index) of each run of tokens. Empty if a single version sampled all of them."""
     server: str = ""
     message: Mapping[str, Any] | None = None
     """The answer as an OpenAI message, or ``None`` for plain completions."""
@@ -74,14 +74,14 @@ class SampledTokens:
     images: Sequence[ImageSpan] = ()
     """Image spans in ``prompt``."""
     rendered: Prompt | None = None
-    """The prompt as the engine rendered it from the messages, if known. ``prompt`` is the prompt that the engine
-    actually sampled from."""
+    """The prompt as the engine rendered it from the messages, if known. The engine sampled from ``prompt``, which may
+    differ."""
     stopped: bool = False
     """True if the last token ended the turn, false if a limit ended it."""
     policy: str = ""
     """Policy that answered. Empty for the rollout's own policy."""
     role: str = ""
-    """Role that the agent called. Empty if there is no team. Each role has its own sequences."""
+    """Role that the agent called. Empty if the agents do not form a team. Each role has its own sequences."""
     free: bool = True
     """True if the tokens were sampled with the policy's own settings and without constraints."""
     experts: RoutedExperts | None = None
@@ -94,8 +94,7 @@ class SampledTokens:
 
 @dataclass
 class Tip:
-    """The end of a sequence, from which a conversation can continue with the sampled ids although it comes back as
-    text."""
+    """End of a sequence. If a conversation comes back as text, it continues here with the sampled ids."""
 
     rendered: array[int]
     """Prompt of the last turn, as the engine rendered it."""
@@ -103,11 +102,11 @@ class Tip:
     """Number of messages in the prompt."""
     answer: Mapping[str, Any]
     end: int
-    """Number of tokens from the start of the sequence to the end of the answer."""
+    """Index of the token after the answer, counted in the whole sequence."""
     stop: int | None
     """The token that ended the turn, or ``None`` if a limit ended it."""
     start: int = 0
-    """Number of tokens in the sequence before the answer."""
+    """Index of the answer's first token in the whole sequence."""
     images: list[ImageSpan] = field(default_factory=list)
     """Image spans in ``rendered``."""
 
@@ -123,12 +122,12 @@ class Recorder:
     calls: int = 0
     """Number of answers recorded so far."""
     tips: dict[int, Tip] = field(default_factory=dict, repr=False)
-    """Maps each sequence's number to its end."""
+    """End of each sequence, by the sequence's number."""
     conversations: Conversations = field(init=False, repr=False)
     _roles: list[str] = field(init=False, repr=False)
     """Role of each sequence."""
     _answered_at: float = field(default=0.0, repr=False)
-    """Time at which the latest answer was recorded, or 0 once another request has arrived."""
+    """Time at which the latest answer was recorded. 0 once another request has arrived."""
     _operations: int = field(default=0, repr=False)
     """Number of sandbox operations in progress."""
     _operations_began: float = field(default=0.0, repr=False)
@@ -141,7 +140,7 @@ class Recorder:
         self._roles = [roles.get(number, "") for number in range(len(self.recording.sequences))]
 
     def request_arrived(self) -> None:
-        """Adds the time since the latest answer, excluding sandbox time, to the ``agent_s`` of that answer's turn."""
+        """Adds the agent's time since the latest answer to that answer's turn (``agent_s``). Excludes sandbox time."""
         if self.recording.turns and self._answered_at:
             turn, now = self.recording.turns[-1], time.monotonic()
             in_progress_s = now - self._operations_began if self._operations and turn is self._operating_turn else 0.0
@@ -165,8 +164,10 @@ class Recorder:
     def find(
         self, prompt: Sequence[int], policy: str = "", role: str = "", images: Sequence[ImageSpan] = ()
     ) -> int | None:
-        """Returns the index of the longest sequence of this policy and role that ``prompt`` extends, or ``None`` if it
-        extends no sequence. The prompt must show the sequence's images at the same positions."""
+        """Returns the index of the longest sequence of this policy and role that ``prompt`` extends.
+
+        Returns ``None`` if it extends no sequence. The prompt must show the sequence's images at the same positions.
+        """
         candidate, policy = Prompt(_as_array(prompt), images), policy or self.policy
         best, best_length = None, -1
         for number, sequence in enumerate(self.recording.sequences):
@@ -280,8 +281,11 @@ class Recorder:
     def tip(
         self, rendered: Prompt, messages: Sequence[Mapping[str, Any]], policy: str = "", role: str = ""
     ) -> tuple[TokenSequence, Tip] | None:
-        """Returns the sequence and tip of the latest turn that this conversation continues with the same prompt and an
-        unchanged answer, or ``None`` if it continues no turn."""
+        """Returns the sequence and tip of the latest turn that this conversation continues. Returns ``None`` if it
+        continues no turn.
+
+        The prompt must be the same, and the answer unchanged.
+        """
 
         def continues(tip: Tip) -> bool:
             length = len(tip.rendered)
@@ -292,8 +296,7 @@ class Recorder:
     def answered(
         self, messages: Sequence[Mapping[str, Any]], policy: str = "", role: str = "", most: int = 1
     ) -> list[tuple[TokenSequence, Tip]]:
-        """Returns the sequences and tips of the latest turns whose answers are part of this conversation, latest first,
-        at most ``most`` of them."""
+        """Returns (sequence, tip) of up to ``most`` turns whose answers are part of this conversation, latest first."""
         return list(islice(self._answered(messages, policy, role, lambda tip: True), most))
 
     def _answered(
@@ -321,8 +324,8 @@ class Recorder:
         return self.recording
 
     def state(self) -> dict[str, Any]:
-        """Returns the state from which :meth:`resumed` continues in another process, as a dict that msgpack can
-        encode."""
+        """Returns the recorder's state, from which :meth:`resumed` continues in another process. msgpack can encode
+        it."""
         recording = self.finish()
         return {
             "policy": self.policy,

@@ -36,7 +36,7 @@ class _Call:
     """Digest of the conversation."""
     sample: SampledTokens
     speaker: tuple[str, str] = ("", "")
-    """Role and policy that answered."""
+    """Role and policy that answered the call."""
     used: bool = False
 
 
@@ -114,7 +114,7 @@ class Replay:
     policy: str = ""
     answer_diverged: bool = False
     _open: dict[str, list[_Call]] = field(default_factory=dict)
-    """Maps each session to its calls. Each attempt of a rollout is a new session and starts from the beginning."""
+    """Calls of each session, by session. Each attempt of a rollout is a new session and starts from the beginning."""
 
     def begin(self, token: str, rollout_id: str) -> None:
         """Loads the recorded calls of a rollout for a session.

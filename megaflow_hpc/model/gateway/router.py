@@ -32,20 +32,20 @@ BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 MAX_RETRY_AFTER_S = 60.0
 """Maximum backoff in seconds that a server may request. A call waits at most five minutes in total."""
 ALL_FAILED_S = 15.0
-"""Seconds that a call waits after every server of its policy has given up, because a server may be requeued to another
-node. If every cause is lasting, calls do not wait."""
+"""Seconds that a call waits after all servers of its policy have given up, because Slurm may requeue a server to
+another node. Calls do not wait if every cause is lasting."""
 AFFINITY = 2
-"""A preferred server may have this many more requests than the least busy server, because its prefix cache saves more
-time than they cost."""
+"""Number of requests by which a preferred server may exceed the least busy server. Its prefix cache saves more time
+than they cost."""
 
 
 class Server(Endpoint, kw_only=True, eq=False):
-    """An engine server as described by its endpoint file, and its health as seen by this gateway."""
+    """An engine server: its endpoint file, and its health as seen by this gateway."""
 
     degraded: bool = False
     """True if the server lacks an endpoint of its protocol, so that a lower protocol is used."""
     expands_images: bool = True
-    """False once the server has expanded an image in a token-id prompt differently than in its own rendering."""
+    """False once the server has expanded an image in token ids in another way than in its own rendering."""
     outstanding: int = 0
     """Number of this gateway's requests in flight."""
     failures: int = 0
@@ -66,12 +66,12 @@ class Server(Endpoint, kw_only=True, eq=False):
 
     @property
     def load(self) -> float:
-        """Requests in flight, divided by the weight."""
+        """Number of requests in flight, divided by the server's weight."""
         return self.outstanding / self.weight
 
     @property
     def available_at(self) -> float:
-        """Time at which the backoff ends (``time.monotonic``)."""
+        """Time at which the backoff ends, by ``time.monotonic``."""
         return max(self.backoff_until, self.retry_after_until)
 
     def available(self, now: float) -> bool:
@@ -112,9 +112,9 @@ class Router:
         self._clock = clock
         self._servers: dict[str, Server] = {}
         self._causes: dict[str, str] = {}
-        """Maps each policy to the reason why one of its servers gave up."""
+        """Reason why one of a policy's servers gave up, by policy."""
         self._all_failed: dict[str, float] = {}
-        """Maps each policy whose servers have all given up to the seconds that its calls wait."""
+        """Seconds that calls of a policy wait after all of its servers have given up, by policy."""
         self._changed = asyncio.Event()
 
     def update(self, records: Sequence[Mapping[str, Any]]) -> None:
@@ -141,7 +141,8 @@ class Router:
         self._changed = asyncio.Event()
 
     def _kept(self, server: Server) -> Server:
-        """Returns the existing server with its health if both describe the same start, otherwise the new server."""
+        """Returns the existing server, with its health, if it is the same start of the server. Otherwise returns the
+        new one."""
         earlier = self._servers.get(server.name)
         if earlier is None or (earlier.start, earlier.url) != (server.start, server.url):
             return server
@@ -198,7 +199,7 @@ class Router:
                 pass
 
     def describe(self, policy: str) -> str:
-        """Describes in one line why no server responds."""
+        """Describes in one line why no server of the policy responds."""
         servers = self.servers(policy)
         if servers:
             names = ", ".join(s.name for s in servers)

@@ -1,4 +1,4 @@
-"""The gateway: one per worker rank, on loopback. Every rollout has its own address and key.
+"""Implements the gateway: one per worker rank, on loopback. Every rollout has its own address and key.
 
 ::
 
@@ -15,10 +15,10 @@ be retried elsewhere.
 Errors have the format of the agent's API:
 
 =======================================  ============================================================================
-503 of type ``model_service_error``      no engine responded within ``wait_s``
-429 of type ``rollout_budget_exceeded``  the rollout has used up its budget
-503 of type ``rollout_suspended``        the rollout continues in another allocation, where the call is made again
-=======================================  ============================================================================
+503 of type ``model_service_error``      no engine responded within ``wait_s`` 429 of type ``rollout_budget_exceeded``
+the rollout has used up its budget 503 of type ``rollout_suspended``        the rollout continues in another allocation,
+where the call is made again =======================================
+============================================================================
 
 These errors have the header ``x-should-retry: false``. Successful calls are recorded, refused calls are not.
 """
@@ -239,7 +239,7 @@ class ModelGateway:
         return failure or (next(iter(rollout.unanswered.values()), "") if rollout.judging else "")
 
     def suspend(self, rollout_id: str, now: bool) -> bool:
-        """Refuses an open rollout's new calls and, if ``now``, also those still waiting for an engine's response.
+        """Refuses an open rollout's new calls. If ``now``, also refuses those still waiting for an engine's response.
 
         Returns:
             True if the agent is still waiting for the response to a call.
@@ -260,8 +260,8 @@ class ModelGateway:
         return rollout.recorder.in_sandbox() if rollout else nullcontext()
 
     def activity(self) -> dict[str, tuple[int, int, bool]]:
-        """Maps each open rollout to the number of its answered calls, the number of sampled tokens, and whether a call
-        is pending."""
+        """Returns (number of answered calls, number of sampled tokens, whether a call is pending) of each open rollout,
+        by id."""
         return {
             rollout.id: (rollout.recorder.calls, rollout.recorder.sampled, rollout.in_flight > 0)
             for rollout in self._by_id.values()
@@ -279,7 +279,7 @@ class ModelGateway:
         return [recording.messages[node] for node in path_to(recording.parents, last)]
 
     def image_labels(self, rollout_id: str) -> dict[str, str]:
-        """Maps the SHA-256 of each image of an open rollout to a short description."""
+        """Returns a short description of each image of an open rollout, by SHA-256."""
         rollout = self._by_id.get(rollout_id)
         images = rollout.recorder.recording.images if rollout else {}
         return {name: image.label for name, image in images.items()}
@@ -420,8 +420,10 @@ class ModelGateway:
     def _convert(
         self, path: str, convert: Callable[[Mapping[str, Any]], dict[str, Any]], body: Any
     ) -> tuple[dict[str, Any], dict[str, Image]]:
-        """Converts and checks an agent's request. Returns the request for the engine and its images. The request's
-        messages refer to images by SHA-256."""
+        """Converts and checks an agent's request. Returns the request for the engine, and its images by SHA-256.
+
+        The request's messages refer to images by this hash.
+        """
         try:
             asked = engine_request(convert(body), path == CHAT)
         except BadRequest as error:
@@ -435,8 +437,8 @@ class ModelGateway:
         return asked, images
 
     def _speaker(self, rollout: OpenRollout, asked: Mapping[str, Any]) -> tuple[str, str]:
-        """Returns the policy and the role that the request's model name selects, or else the rollout's own policy and
-        no role.
+        """Returns (policy, role) that the request's model name selects. By default, this is the rollout's own policy
+        and no role.
 
         Raises:
             CallError: The policy is trained, but would not be trained on its answer to this request.
@@ -517,7 +519,10 @@ class ModelGateway:
 
     async def _pay(self, rollout: OpenRollout, ask: Ask[T], call: Call) -> T:
         """Sends a request that has a price. If the agent disconnects, still waits for the answer, because the endpoint
-        charges for it anyway. Until then, the call counts towards the rollout's quota."""
+        charges for it.
+
+        Until then, the call counts towards the rollout's quota.
+        """
         attempt = asyncio.ensure_future(ask(call))
         self._paid.add(attempt)
         attempt.add_done_callback(partial(self._spend, call.request.policy))
@@ -583,8 +588,8 @@ class ModelGateway:
 
 
 def _used(answer: protocols.Answer | int) -> tuple[int, int]:
-    """Returns the numbers of prompt tokens and sampled tokens that a call used, or a request that counted a prompt's
-    tokens."""
+    """Returns (number of prompt tokens, number of sampled tokens) of a call. ``answer`` is an integer if only a prompt
+    was counted."""
     if isinstance(answer, int):
         return answer, 1
     sampled = sum(len(sample.tokens) if sample.counted is None else sample.counted for sample in answer.samples)
@@ -592,7 +597,7 @@ def _used(answer: protocols.Answer | int) -> tuple[int, int]:
 
 
 def _named_call(http: web.BaseRequest, rollout: OpenRollout) -> int | None:
-    """Returns the number of the earlier call that a request names as its cause, if any.
+    """Returns the number of the earlier call that a request names as its cause. Returns ``None`` if it names none.
 
     Raises:
         CallError: The rollout has no such call.

@@ -1,4 +1,4 @@
-"""The only TCP listener in front of an engine: TLS, a key, and an allowlist of paths.
+"""Runs the only TCP listener in front of an engine, with TLS, a key, and an allowlist of paths.
 
 The engine itself listens on a Unix socket that other users cannot open. Inference and rendering paths require the key
 in the endpoint file. With the same key, the policy's other servers can copy weights (:mod:`.weight_copies`). All other
@@ -73,8 +73,8 @@ _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, Recur
 """Exceptions raised by converting a malformed request or reply."""
 CAMPAIGN = "the campaign"
 VALIDITY_DAYS = 3650
-"""Days for which the certificate is valid. Gateways ignore this, but some TLS stacks reject certificates that expire
-soon."""
+"""Number of days for which the certificate is valid. Gateways ignore this, but some TLS stacks reject certificates that
+expire soon."""
 QUEUE_METRIC = re.compile(
     r"^(?:vllm:num_requests_waiting|sglang:num_queue_reqs)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE
 )
@@ -234,8 +234,10 @@ class Proxy:
         """
         engine, in_flight = self._engine, self.in_flight
         waiting = max(0, in_flight - engine.slots) if engine and engine.slots else 0
-        if engine and engine.metrics and (metrics := await self._metrics()):
-            waiting = round(sum(float(value) for value in QUEUE_METRIC.findall(metrics)))
+        if engine and engine.metrics:
+            metrics = await self._metrics()
+            if metrics:
+                waiting = round(sum(float(value) for value in QUEUE_METRIC.findall(metrics)))
         if self.tenants is not None:
             waiting += self.tenants.waiting
         answered = self.requests - in_flight

@@ -1,5 +1,5 @@
-"""An engine server's files under ``RUN/endpoints``: its address and its chat template's behaviour, or the reason why it
-is not serving."""
+"""Writes an engine server's files in ``RUN/endpoints``: its address and its chat template's behaviour, or why it is not
+serving."""
 
 from __future__ import annotations
 

@@ -147,7 +147,8 @@ class ElementServer:
             self.leave("the run directory was deleted or moved away")
 
     async def _leaves_before_start(self, failures: int) -> bool:
-        """Waits before the start that follows ``failures`` failed ones. Returns whether the server has to exit."""
+        """Waits before the next start of the engine, after ``failures`` failed ones. Returns whether the server has to
+        exit."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.backoff_s * (1 if failures == 1 else 5)):
                 await self._leave.wait()

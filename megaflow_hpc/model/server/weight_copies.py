@@ -89,9 +89,9 @@ def sources(servers: Sequence[Endpoint], own: Endpoint) -> list[Endpoint]:
         servers: Live servers of the policy.
         own: The server that copies. Only its name and node are used.
     """
-    order = sorted([own, *(s for s in servers if s.server != own.server)], key=lambda s: number_of(s.server))
+    others = [server for server in servers if server.server != own.server]
     heads: dict[str, Endpoint] = {}
-    for server in order:
+    for server in sorted([own, *others], key=lambda server: number_of(server.server)):
         heads.setdefault(server.node, server)
     tree, position = list(heads.values()), list(heads).index(own.node)
     path = [] if tree[position].server == own.server else [tree[position]]
@@ -303,8 +303,10 @@ class WeightCopies:
     def _link(self, copy: _Copy, name: str, used: list[_Peer]) -> str:
         """Hard-links the file to a copy on the same node. Returns its SHA-256, or an empty string if that fails."""
         file, path = copy.files[name], copy.folder / name
-        while copy.peers and (peer := copy.peers[0]).endpoint.node == self._own.node:
-            if reply := self._poll(copy, name, file.expected.size):
+        while copy.peers and copy.peers[0].endpoint.node == self._own.node:
+            peer = copy.peers[0]
+            reply = self._poll(copy, name, file.expected.size)
+            if reply:
                 try:
                     os.link(reply.path, path)
                     file.received = path.stat().st_size

@@ -96,7 +96,7 @@ class WeightUpdater:
         return [server for server in servers if self._heartbeats.alive(server)]
 
     def choose(self) -> Version:
-        """Returns the version with which to start the engine: the current version or, if this server refused it, the
+        """Returns the version with which to start the engine. If this server refused the current version, this is the
         latest earlier version that it did not refuse.
 
         Raises:
@@ -148,8 +148,8 @@ class WeightUpdater:
         return version if local == Path(version.path) else replace(version, path=str(local))
 
     def next(self) -> Version | None:
-        """Returns the version to load now, or ``None`` if there is no new version or other servers must load it
-        first."""
+        """Returns the version to load now. Returns ``None`` if there is no new version, or if other servers must load
+        it first."""
         handled = (self._proxy.serving.weights.version, *self.refused)
         try:
             wanted = weights.current(self._run, self._what.policy)
@@ -263,7 +263,8 @@ async def _sglang(proxy: Proxy, version: Version, keep_running: bool) -> None:
 
 
 RELOADERS: Mapping[str, Callable[[Proxy, Version, bool], Awaitable[None]]] = {"vllm": _vllm, "sglang": _sglang}
-"""Maps :attr:`~megaflow_hpc.model.engines.launch.Launch.reload` to the function that loads a version in place."""
+"""Function that loads a version in place, for each value of
+:attr:`~megaflow_hpc.model.engines.launch.Launch.reload`."""
 
 
 async def _reports_versions(proxy: Proxy) -> bool:

@@ -40,15 +40,17 @@ from megaflow_hpc.trajectories.journal.packs import pack_journals
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
 
 SWITCH_S = 5e-4
-"""Python's thread switch interval in rank 0, in seconds. Shorter than the default, because the loop must respond
+"""Seconds between switches of Python threads in rank 0. Shorter than the default, because the loop must respond
 quickly."""
 PACK_AFTER_S, PACK_SPREAD_S = TIMES.lease_s, 600
-"""Each start of a pod packs the journals of the pod's earlier starts after ``PACK_AFTER_S`` seconds. By then, earlier
-starts can commit nothing more. Readers have also seen any earlier packs, because cached listings are at most a minute
-old. Pods spread their packing over a further ``PACK_SPREAD_S`` seconds."""
+"""Times in seconds that determine when a start of a pod packs the journals of the pod's earlier starts.
+
+It waits ``PACK_AFTER_S``. By then, earlier starts can commit nothing more, and readers have seen any earlier packs,
+because cached listings are at most a minute old. Pods spread their packing over a further ``PACK_SPREAD_S``.
+"""
 GC_THRESHOLD = 50_000
-"""Python's garbage collector runs after this many allocations. The threshold is high because each collection causes a
-pause, and rank 0 creates no reference cycles."""
+"""Number of allocations after which Python's garbage collector runs. The threshold is high because each collection
+causes a pause, and rank 0 creates no reference cycles."""
 
 
 def tune() -> None:
@@ -111,7 +113,7 @@ def lead(run: RunDir, comm: Comm) -> str:
 
 
 def _note_signal(pod: Pod) -> None:
-    """Installs a handler that records when Slurm signals the step. The signal does not end rank 0
+    """Makes Slurm's signal to the step record its time in ``pod``. The signal does not end rank 0
     (:meth:`Drain.obey`)."""
 
     def note(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""The blocks that this pod holds, and their rollouts that are not stored yet.
+"""Tracks the blocks that this pod holds, and the rollouts in them that are not stored yet.
 
 Only the I/O thread uses this module (:mod:`~megaflow_hpc.pod.master.run_io`).
 """
@@ -19,8 +19,8 @@ from megaflow_hpc.trajectories.journal.winners import StoredBlock, StoredRollout
 from megaflow_hpc.types import Rollout
 
 SMALL = 16
-"""Blocks are read in advance only if they contain at most this many rollouts. Larger blocks fill the queue without
-lookahead."""
+"""Blocks are read in advance only if they contain at most this many rollouts. Larger blocks fill the pod's queue early
+enough."""
 SPREAD = 64
 """Number of free blocks from which a pod picks. It limits how far pods deviate from the claim order."""
 
@@ -33,9 +33,9 @@ class ClaimedBlock:
     rollouts: tuple[Rollout, ...]
     """Rollouts of the block that are not stored."""
     histories: dict[str, History]
-    """Maps rollout ids to their histories in earlier pods. The receiver may modify the mapping."""
+    """History of each rollout in earlier pods, by rollout id. The receiver may modify the mapping."""
     tasks: dict[str, PlannedTask]
-    """Maps task ids to tasks, for the rollouts to run. The receiver may modify the mapping."""
+    """Tasks of the rollouts to run, by task id. The receiver may modify the mapping."""
     upcoming: tuple[PlannedTask, ...]
     """Tasks of the blocks that this pod plans to claim next."""
 
@@ -106,7 +106,7 @@ class ClaimedBlocks:
         return ClaimedBlock(claim, todo, histories, tasks, tuple(self._lookahead.tasks))
 
     def _to_run(self, claim: Claim, held: Sequence[StoredBlock]) -> tuple[int, tuple[Rollout, ...]]:
-        """Returns the number of rollouts in the claimed block, and the rollouts that are not stored."""
+        """Returns the number of rollouts in the claimed block, and those rollouts that are not stored yet."""
         rollouts = read_block(self._run, claim.block).rollouts
         stored: set[str] = set()
         if claim.left is not None:
@@ -150,7 +150,7 @@ class BlockLookahead:
     """Reads free blocks before the pod claims them, so that their images can be staged in time.
 
     While blocks are large, a pod's queue shows which images are needed next. The last blocks of a campaign contain one
-    rollout or group each, and a pod claims them only when a slot is free, which is too late to stage their images.
+    rollout or group each. A pod claims them only when a slot is free, and it is then too late to stage their images.
     Therefore each pod picks a few of these blocks in advance, stages their images and claims them first. Pods start
     picking at different positions, so they rarely claim a block that another pod has picked.
 
@@ -176,7 +176,10 @@ class BlockLookahead:
             with suppress(LedgerError, OSError):  # not readable yet; a later call retries
                 self._picked[block] = planned(self._tasks, read_block(self._run, block).rollouts)
         self._ledger.prefer(self._picked)
-        self.tasks = list({name: task for tasks in self._picked.values() for name, task in tasks.items()}.values())
+        by_id: dict[str, PlannedTask] = {}
+        for tasks in self._picked.values():
+            by_id |= tasks
+        self.tasks = list(by_id.values())
 
     def _more(self, free: list[int]) -> list[int]:
         """Returns more blocks to pick. Each pod starts at a position derived from its name."""

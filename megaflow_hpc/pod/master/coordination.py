@@ -1,9 +1,8 @@
-"""Coordination of pods: a leader polls on behalf of all pods, so that metadata operations do not grow quadratically.
+"""Coordinates pods: a leader polls on behalf of all pods, so that metadata operations do not grow quadratically.
 
 The leader (:data:`~megaflow_hpc.ledger.leader.COORDINATOR`) surveys the ledger, lists the engines and sums up the
 campaign's usage. It also removes files that are no longer needed. It publishes its report in its lease file, and the
-other pods poll only that file. If there are only a few pods, each pod polls the ledger itself, because this is faster.
-Pods also do so if there is no leader.
+other pods poll only that file. If there are only a few pods or no leader, each pod polls the ledger itself.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from megaflow_hpc.rundir.pods.condensing import EndedPods
 SOON_S = 2.0
 """Minimum interval between updates of a lease, in seconds."""
 SELDOM_S = 10.0
-"""Poll interval in seconds if there are only a few pods."""
+"""Seconds between polls if there are only a few pods."""
 LOOKS_PER_S = 33.0
-"""Maximum number of times per second that all pods together read the report. Also limits how often they renew their
-leases."""
+"""Maximum number of times per second that all pods together read the leader's report. It also limits how often they
+renew their leases."""
 CALLS_PER_TURN = 64
 """Maximum number of file-system calls of a survey before the I/O thread returns to storing results."""
 
@@ -83,7 +82,7 @@ class Coordination:
         self._ended_pods = EndedPods(ledger.run.events, TIMES.lease_s, clock)
         self._looked_at = self._renewed_at = self._pruned_at = -math.inf
         self._listed = ""
-        """Generation of the list of engines that this pod last published or adopted."""
+        """Digest of the list of engines that this pod last published or adopted."""
         self._live = LiveFiles(ledger.run, clock)
 
     @property
@@ -111,7 +110,7 @@ class Coordination:
             raise
 
     def list_engines(self) -> bool:
-        """Lists the engines, or adopts the leader's list. Returns True if the list has changed and gateways must be
+        """Lists the engines, or adopts the leader's list. Returns true if the list has changed and gateways must be
         informed."""
         if self.role is Role.FOLLOWER and self.report.generation:
             if self.report.generation == self._listed:
@@ -152,7 +151,7 @@ class Coordination:
         self._ended_pods.advance()
 
     def _hold(self, report: Report) -> bool:
-        """Takes or renews the leader's lease with this report. Returns False if another pod leads."""
+        """Takes or renews the leader's lease with this report. Returns false if another pod leads."""
         self._renewed_at = self._clock()
         return self._leader.hold(msgspec.to_builtins(report))
 

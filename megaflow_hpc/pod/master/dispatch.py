@@ -1,4 +1,4 @@
-"""Dispatch: starts rollouts in free slots, and claims blocks for slots that are free or will soon be."""
+"""Starts rollouts in free slots, and claims blocks for slots that are free or will soon be."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ from megaflow_hpc.types import Rollout
 
 SOON_S = 1.0
 SELDOM_S = 10.0
-"""A pod that finds no block to claim waits before it tries again. The wait doubles from ``SOON_S`` to ``SELDOM_S``
-seconds. It is reset when the pod's last running rollout ends, because the campaign then usually ends soon, and nodes
-must not idle."""
+"""Maximum number of seconds between two attempts to claim, if a pod finds no block.
+
+The wait starts at ``SOON_S`` and doubles. It is reset when the pod's last running rollout ends, because the campaign
+then usually ends soon, and nodes must not idle.
+"""
 AWAITED_S = 0.25
 LOOKS_PER_S = 40
-"""Number of claims per second by all pods together while a consumer is expected to add blocks. The interval of a single
-pod is between ``AWAITED_S`` and ``SOON_S`` seconds."""
+"""Number of claims per second by all pods together, while a consumer such as a trainer is expected to add blocks. A
+single pod waits between ``AWAITED_S`` and ``SOON_S`` seconds."""
 MAX_DEFERRED_PER_SLOT = 4
-"""When the pod decides whether to claim, it ignores up to this many deferred rollouts per slot in its queue."""
+"""Number of deferred rollouts per slot that a pod ignores in its queue when it decides whether to claim. Deferred
+rollouts start only when nothing else can."""
 AHEAD_ROLLOUTS = 256
-"""Number of queued rollouts whose images are announced to the ranks."""
+"""Number of queued rollouts whose images rank 0 announces to the other ranks."""
 
 
 def awaited_s(pods: int) -> float:
-    """Returns each pod's interval between claims in seconds, while a consumer is expected to add blocks."""
+    """Returns the seconds between two claims of a pod, while a consumer such as a trainer is expected to add blocks."""
     return min(SOON_S, max(AWAITED_S, pods / LOOKS_PER_S))
 
 
@@ -47,14 +50,14 @@ class Dispatch:
         self._estimates, self._drain = estimates, drain
         self._look_s = SOON_S
         self._looked_at: float | None = None
-        """Monotonic time of the last claim if it found no block. ``None`` if it found one."""
+        """Monotonic time of the last claim, if it found no block. Otherwise ``None``."""
         self._started = 0
         self._per_s = 0.0
         self._upcoming: tuple[PlannedTask, ...] = ()
         """Tasks of the blocks that this pod plans to claim next."""
 
     def start_all(self) -> bool:
-        """Starts all rollouts that can start, and requests a block if slots stay free. Returns True if any rollout
+        """Starts all rollouts that can start, and requests a block if slots stay free. Returns true if any rollout
         started."""
         self._claim()
         walltime = self._pod.walltime
@@ -81,7 +84,7 @@ class Dispatch:
         return list(dict.fromkeys(task.image for task in tasks if task.image))
 
     def look_soon(self) -> None:
-        """Resets the backoff between claims."""
+        """Resets the wait between claims to its minimum."""
         self._look_s = SOON_S
 
     def _start(self, rank: int, work: Work) -> None:
@@ -111,9 +114,10 @@ class Dispatch:
     # --- claims ---
 
     def _claim(self) -> None:
-        """Requests a block if the queue cannot fill all slots that are free, or will be by the time the block arrives.
+        """Requests a block if the queue cannot fill the free slots.
 
-        Never requests more than that, because other pods cannot start rollouts that are queued in this pod.
+        Also counts slots that will be free when the block arrives. Never requests more than that, because other pods
+        cannot start rollouts that are queued in this pod.
         """
         ahead = int(2 * self._per_s * self._io.claim_s)
         scheduler = self._scheduler
@@ -126,7 +130,7 @@ class Dispatch:
             self._io.claim()
 
     def claimed(self, block: ClaimedBlock | None) -> None:
-        """Queues the rollouts of a claimed block, unless there was no block or the pod is draining."""
+        """Queues the rollouts of a claimed block. Does nothing if the claim found no block or the pod is draining."""
         if block is None:
             if self._io.state.seen.awaited:  # a consumer is expected to add blocks
                 self._look_s = awaited_s(self._pod.pods)

@@ -1,4 +1,4 @@
-"""Draining of a pod, and the final state that the pod reports to its supervisor."""
+"""Decides when a pod drains, and which final state it reports to its supervisor."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from megaflow_hpc.rundir.events import PodEvent
 from megaflow_hpc.rundir.marks import PREEMPTED, WHY_DRAIN
 
 STOP_S = 35.0
-"""Seconds reserved for stopping the workers after a drain. Running rollouts get the rest of the lead time."""
+"""Seconds reserved for stopping the workers after a drain. Running rollouts may use the time before that."""
 DRAIN_NOW_S = 4.0
 """Seconds left for running rollouts when Slurm is about to kill the step."""
 SIGNAL_S = 1.0
 """Seconds to wait for the supervisor's drain file if Slurm's signal reaches the step first."""
 PATIENCE_S = 12.0
-"""Seconds that agents may wait for a pending model response before they are suspended."""
+"""Seconds that agents may wait for a pending model response before the pod suspends them."""
 HURRIED = ("now", "cancelled")
 """Words in the drain file which mean that Slurm is about to kill the step."""
 STUCK_S = 120.0
 """The pod ends and is restarted if the run directory fails or hangs for this many seconds."""
 
-TOO_LONG = "what is left is not expected to end before the walltime"
+TOO_LONG = "the queued rollouts would probably not end before the walltime"
 NOT_AWAITED = "nothing to do, and no consumer that may add blocks has renewed its lease for long"
 
 
@@ -60,7 +60,7 @@ class Drain:
         """Reason to drain, normally a key of :data:`WHY_DRAIN`. Empty until the supervisor or Slurm requests a
         drain."""
         self.paused = ""
-        """Reason for pausing the pod: a problem that a restart would not solve. Empty unless the pod pauses."""
+        """Reason for pausing the pod, such as a problem that a restart would not solve. Empty unless the pod pauses."""
 
     @property
     def active(self) -> bool:
@@ -81,7 +81,7 @@ class Drain:
 
     @property
     def preempted(self) -> bool:
-        """True if Slurm reclaims the allocation before the walltime ends."""
+        """True if Slurm takes back the allocation before the walltime ends."""
         return self.phase in (DrainPhase.PREEMPTED, DrainPhase.HURRYING)
 
     def read_word(self, wait_s: float = 0.0) -> str | None:
@@ -109,13 +109,14 @@ class Drain:
             self.begin(WHY_DRAIN.get(word, "requested by the batch script"), phase)
 
     def pause(self, why: str) -> None:
-        """Begins to drain because of a problem that a restart would not solve. Does nothing if ``why`` is empty."""
+        """Begins to drain because of a problem that a restart would not solve. Does nothing if the reason ``why`` is
+        empty."""
         if why and not self.active:
             self.paused = why
             self.begin(why)
 
     def begin(self, why: str, phase: DrainPhase = DrainPhase.DRAINING) -> None:
-        """Stops starting rollouts, and suspends agents that can resume in another allocation. Does nothing if the pod
+        """Stops starting rollouts, and suspends agents that can resume in another allocation. Has no effect if the pod
         is already in this phase or a later one."""
         phases = list(DrainPhase)
         if phases.index(phase) <= phases.index(self.phase):
@@ -132,10 +133,10 @@ class Drain:
 
 @dataclass(frozen=True)
 class Situation:
-    """State from which :func:`end_of` decides whether the pod ends."""
+    """State of a pod from which :func:`end_of` decides whether the pod ends."""
 
     ranks_left: bool
-    """True if any worker rank has slots or is yet to join."""
+    """True if any worker rank has slots or is expected to join."""
     may_commit: bool
     stuck_s: float
     """Seconds since the run directory last responded without an error."""
@@ -146,16 +147,16 @@ class Situation:
     """True if rollouts are running or I/O requests are pending."""
     queued: bool
     too_long: bool
-    """True if queued rollouts were set aside because they are not expected to end before the walltime."""
+    """True if queued rollouts were set aside because they would probably not end before the walltime."""
     nothing_free: bool
     """True if the last claim found no free block."""
     holds_blocks: bool
     unsettled: bool
     """True if a block may become free soon."""
     opened: bool
-    """True if a consumer may add blocks."""
+    """True if a consumer, such as a trainer, may add blocks."""
     awaited: bool
-    """True if any consumer that may add blocks has an unexpired lease."""
+    """True if a consumer that may add blocks has a lease that has not expired."""
 
 
 class End(NamedTuple):

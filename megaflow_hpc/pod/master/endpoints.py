@@ -1,4 +1,4 @@
-"""The engine servers of a run. The pod either lists them itself or adopts the leader's list."""
+"""Lists the engine servers of a run. A pod either reads their files or adopts the leader's list."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Engines:
     """Snapshot of the run's engine servers."""
 
     files: Mapping[str, Any] = field(default_factory=dict)
-    """Maps the name of each endpoint file to its content. A server of an engine pool is named ``<policy>@<server>``."""
+    """Content of each endpoint file, by file name. A server of an engine pool is named ``<policy>@<server>``."""
     unanswered: frozenset[str] = frozenset()
-    """Policies that have no ready engine yet, but may still get one. Their rollouts wait."""
+    """Policies that have no ready engine yet but may get one. Their rollouts wait."""
 
     @property
     def all(self) -> list[dict[str, Any]]:
@@ -31,8 +31,7 @@ class Engines:
 
     @property
     def essence(self) -> dict[str, tuple[Any, ...]]:
-        """Maps file names to the fields that gateways need. Heartbeats are excluded, so that they do not count as
-        changes."""
+        """Fields that gateways need, by file name. Heartbeats are excluded, so that they do not count as changes."""
         keys = ("url", "started_at", "weight_version", "cause", "all_failed")
         return {name: tuple(file.get(key) for key in keys) for name, file in self.files.items()}
 
@@ -46,7 +45,7 @@ class Endpoints:
     """Lists the engine servers of one run.
 
     Args:
-        servers: Maps each policy to the number of engine servers that the campaign requests.
+        servers: number of engine servers that the campaign requests, by policy.
     """
 
     def __init__(self, run: RunDir, servers: Mapping[str, int]) -> None:
@@ -56,16 +55,16 @@ class Endpoints:
         """The latest list. Replaced only after a change that gateways must know about."""
 
     def publish(self) -> None:
-        """Publishes the list for the other pods. Raises OSError."""
+        """Publishes the list of engine servers for the other pods. Raises OSError."""
         self._files.publish_listing(EndpointListing(generation=self.engines.generation, found=dict(self.engines.files)))
 
     def adopt(self) -> bool:
-        """Adopts another pod's list. Returns True if it has changed and gateways must be informed."""
+        """Adopts another pod's list of engine servers. Returns true if it has changed and gateways must be informed."""
         listing = self._files.listing()
         return listing is not None and self._replace(listing.found)
 
     def refresh(self) -> bool:
-        """Lists the engine servers from their files. Returns True if the list has changed and gateways must be
+        """Lists the engine servers from their files. Returns true if the list has changed and gateways must be
         informed."""
         files: dict[str, Any] = {}
         for server in self._files.serving():

@@ -1,4 +1,4 @@
-"""Histories of unfinished rollouts, passed on to the pods that take over the rollouts.
+"""Stores the histories of unfinished rollouts for the pods that take over the rollouts.
 
 A pod writes ``RUN/partial/<pod>.<start>.json`` once, before it releases its blocks. For each rollout, the file contains
 the attempts and failure causes so far, the number of interruptions by the end of an allocation, and the checkpoint to
@@ -34,13 +34,13 @@ class History:
     """History of a rollout that is not stored yet."""
 
     attempts: list[Attempt] = field(default_factory=list)
-    """Ended attempts, all without a final result."""
+    """Attempts that ended without a final result."""
     causes: list[str] = field(default_factory=list)
     """Causes of the failed attempts."""
     cuts: int = 0
     """Number of times that the end of an allocation interrupted the rollout."""
     too_short: int = 0
-    """Number of consecutive times that the rollout used most of a walltime without leaving a checkpoint."""
+    """Number of consecutive times that the rollout used most of a walltime and left no checkpoint."""
     partial: str = ""
     """Checkpoint to resume from, relative to ``RUN/partial``. Empty if there is none."""
     kept_s: float = 0.0
@@ -55,7 +55,7 @@ class History:
         return self.cuts, len(self.attempts), len(self.causes)
 
     def later(self, other: History | None) -> History:
-        """Returns the longer of this history and ``other``, which may be ``None``."""
+        """Returns the longer of two histories. ``other`` may be ``None``."""
         return self if other is None or self._weight() >= other._weight() else other
 
 
@@ -70,10 +70,10 @@ class Histories:
         self._run = run
         self._seen: set[str] = set()
         self._written: dict[str, History] = {}
-        """Maps rollout ids to the longest history in the files read so far."""
+        """The longest history of each rollout in the files read so far, by rollout id."""
         self._failures = EventReader(run.events, only="attempt", use_summaries=True)
         self._failed: dict[str, dict[int, tuple[str, Attempt]]] = {}
-        """Failed attempts in killed pods: maps rollout ids to attempt numbers, and these to (cause, attempt)."""
+        """Failed attempts in killed pods. Maps a rollout id to (cause, attempt) by attempt number."""
 
     def look(self, pods: Iterable[str]) -> None:
         """Reads the histories written by these pod starts (``<pod>.<start>``). Reads each file only once."""

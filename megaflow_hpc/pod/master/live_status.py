@@ -1,4 +1,4 @@
-"""Live status of a pod's rollouts: token counts and costs for the pod's lease, and details for viewers.
+"""Collects the live status of a pod's rollouts: token counts and costs for the pod's lease, and details for viewers.
 
 Every few seconds, each rank reports its rollouts that have received a model response. A rank sends a rollout's
 conversation only on request, while a viewer displays that rollout.
@@ -17,9 +17,9 @@ from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.rundir.live import Asked, LiveStatus, PodLiveStatus, Transcript
 
 SHOW_INTERVAL_S = 3.0
-"""Interval between updates of the status for viewers, in seconds."""
+"""Seconds between updates of the status for viewers."""
 WINDOW_S = 30.0
-"""Averaging window of the sampling rate, in seconds."""
+"""Seconds over which the sampling rate is averaged."""
 
 
 class _Reported(NamedTuple):
@@ -36,9 +36,9 @@ class LiveStatuses:
     def __init__(self, comm: Comm, scheduler: Scheduler, io: RunIo) -> None:
         self._comm, self._scheduler, self._io = comm, scheduler, io
         self.tokens = 0
-        """Number of tokens that engines have sampled for this pod, including lost ranks."""
+        """Number of tokens that engines have sampled for this pod. Includes the tokens of lost ranks."""
         self.usd = 0.0
-        """Cost of this pod's model calls in US dollars, including calls of lost ranks."""
+        """Cost of this pod's model calls in US dollars. Includes the calls of lost ranks."""
         self._tokens_of_rank: dict[int, int] = {}
         self._usd_of_rank: dict[int, float] = {}
         self._past_tokens: deque[tuple[float, int]] = deque()
@@ -57,12 +57,12 @@ class LiveStatuses:
             self._rollouts[rollout] = _Reported(calls, tokens, waits, now)
 
     def mirror(self, message: Message) -> None:
-        """Stores the end of a conversation, as sent by a rank."""
+        """Stores the end of a conversation from a rank's message."""
         messages = [(str(role), str(text)) for role, text in message["messages"]]
         self._transcripts[message["id"]] = Transcript(message["calls"], messages, message["left_out"])
 
     def leave(self, rank: int) -> None:
-        """Removes a lost rank."""
+        """Removes the status of a lost rank's rollouts."""
         self._tokens_of_rank.pop(rank, None)
         self._usd_of_rank.pop(rank, None)
 
@@ -89,8 +89,8 @@ class LiveStatuses:
         self._io.requests.live = self._status(self._io.state.asked, now)
 
     def _status(self, asked: Asked, now: float) -> PodLiveStatus:
-        """Returns the status of the rollouts that viewers requested. Requests updates of their conversations from the
-        ranks."""
+        """Returns the status of the rollouts that viewers requested. Asks the ranks for updates of their
+        conversations."""
         transcripts: dict[str, Transcript] = {}
         for rollout in asked.transcripts:
             rank = self._scheduler.workers.worker_of(rollout)

@@ -45,13 +45,13 @@ from megaflow_hpc.texts import printable
 from megaflow_hpc.trajectories.journal.winners import StoredRollouts
 
 TICK_S = 1.0
-"""Interval between checks of the drain file and the heartbeats, in seconds."""
+"""Seconds between checks of the drain file and the heartbeats."""
 LISTING_S = 10.0
-"""Interval between listings of the engines, in seconds."""
+"""Seconds between listings of the engines."""
 WAITING_S = 2.0
-"""Interval between listings of the engines while rollouts wait for an engine, in seconds."""
+"""Seconds between listings of the engines while rollouts wait for an engine."""
 AHEAD_S = 5.0
-"""Interval between announcements of upcoming images to the ranks, in seconds."""
+"""Seconds between announcements of upcoming images to the ranks."""
 AHEAD_BLOCKS = 4
 """Number of small blocks whose images are staged before the pod claims them. Blocks are small at the end of a
 campaign."""
@@ -81,16 +81,16 @@ class Master:
         self._live = LiveStatuses(pod.comm, self.scheduler, self._io)
         self._cores, self._began = cores_of(), time.monotonic()
         self._last: dict[str, float] = {}
-        """Maps each periodic task to the monotonic time of its last run."""
+        """Monotonic time at which each periodic task last ran, by the task's name."""
         self._engines = Engines()
         """The list of engines that the ranks last received."""
         self._announced_images: list[str] = []
         self._reported_slow = False
-        """True if the latest report said that the run directory does not respond."""
+        """True if the latest report on stderr was that the run directory does not respond."""
         self._last_loss = ""
-        """Reason for the most recent loss of a rank."""
+        """Reason why the most recently lost rank counts as lost."""
         self._reported_progress = False
-        """True once this start has reported progress to the supervisor."""
+        """True once this start of the pod has reported progress to the supervisor."""
 
     # --- the loop ---
 
@@ -156,7 +156,7 @@ class Master:
     # --- messages ---
 
     def _receive(self) -> bool:
-        """Handles incoming messages. Returns True if any of them was not a heartbeat."""
+        """Handles incoming messages. Returns true if any of them was not a heartbeat."""
         poll, heard_at = self.pod.comm.poll, self._ranks.heard_at
         busy = False
         for _ in range(MAX_MESSAGES_PER_TURN):
@@ -209,7 +209,7 @@ class Master:
     # --- the I/O thread ---
 
     def _collect(self) -> bool:
-        """Handles the I/O thread's reports. Returns True if further rollouts may be able to start."""
+        """Handles the I/O thread's reports. Returns true if further rollouts may be able to start."""
         busy = False
         for report in self._io.collect():
             match report:
@@ -264,7 +264,7 @@ class Master:
         )
 
     def _report_progress(self) -> None:
-        """Reports once to the supervisor that this start has made progress."""
+        """Tells the supervisor that this start has made progress. Later calls have no effect."""
         if not self._reported_progress and self.pod.drain_file is not None:
             self.pod.drain_file.with_name(PROGRESS).touch()
             self._reported_progress = True

@@ -24,13 +24,13 @@ from megaflow_hpc.trajectories.journal.writer import JournalWriter
 
 @dataclass(frozen=True)
 class Walltime:
-    """The time available to this pod's rollouts. Infinite if the job has no time limit.
+    """Time available to this pod's rollouts. Infinite if the job has no time limit.
 
     The batch script queries Slurm once. After that, the pod relies on its monotonic clock.
     """
 
     whole_s: float = math.inf
-    """Seconds that were available when the pod started."""
+    """Seconds available to rollouts when the pod started."""
     end: float = math.inf
     """Monotonic time by which rollouts must have ended."""
 
@@ -58,7 +58,7 @@ class Walltime:
 
 @dataclass
 class Pod:
-    """One start of a pod, with the settings from the campaign file that it needs."""
+    """State of one start of a pod, with the settings from the campaign file that it needs."""
 
     run: RunDir
     comm: Comm
@@ -69,7 +69,7 @@ class Pod:
     tasks: Mapping[str, PlannedTask]
     """All tasks of the campaign, by id. Only the I/O thread may use this mapping, because a lookup may read a file."""
     servers: dict[str, int]
-    """Maps each policy to the number of engine servers that the campaign requests. Empty if no policy has a model."""
+    """Number of engine servers that the campaign requests, by policy. Empty if no policy has a model."""
     drain_file: Path | None = None
     drain_s: float = 25.0
     """Seconds that running rollouts have left once the pod drains."""
@@ -79,9 +79,10 @@ class Pod:
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     samples: Mapping[str, int] = field(default_factory=dict)
-    """Maps each policy to its number of samples per group, not counting spare samples."""
+    """Number of samples per group, by policy. Does not count spare samples."""
     judges: frozenset[str] = frozenset()
-    """Policies that judge rollouts, and services of the campaign. Rollouts start only once their servers respond."""
+    """Policies that judge rollouts, and services of the whole campaign. Rollouts start only once their servers
+    respond."""
     held_out: Collection[str] = ()
     """Ids of the tasks that evaluate training. The group rules do not apply to them."""
     room: tuple[float | None, int | None] = (None, None)

@@ -11,8 +11,8 @@ from megaflow_hpc.pod.comm import BEAT, BEAT_S, STOP, Comm
 LOST_S = 30.0
 """A rank counts as lost after this many seconds without a heartbeat."""
 JOIN_S = 120.0
-"""A worker that is not ready after this many seconds counts as lost. Staging its first image is not part of this
-time."""
+"""A worker that is not ready after this many seconds counts as lost. The time to stage its first image does not
+count."""
 
 
 class Ranks:
@@ -23,12 +23,12 @@ class Ranks:
         self._began_at = time.monotonic()
         self._beaten_at = -BEAT_S
         self.heard_at: dict[int, float] = {}
-        """Maps each rank to the monotonic time of its last message."""
+        """Monotonic time of each rank's last message, by rank."""
         self.awaited = set(range(1, comm.size))
         """Ranks that are not ready yet."""
         self._engines: set[int] = set()
         self.ready: dict[int, str] = {}
-        """Maps each ready worker rank to the name of its node."""
+        """Node name of each ready worker rank, by rank."""
 
     def greet(self, init: Message) -> None:
         """Sends the ``init`` message with the campaign to every awaited rank."""
@@ -41,7 +41,7 @@ class Ranks:
         self.ready[rank] = node
 
     def accompany(self, rank: int) -> None:
-        """Records that a rank runs an engine server. Such a rank runs no rollouts and ends with the pod."""
+        """Records that a rank runs an engine server. This rank runs no rollouts and ends with the pod."""
         self.awaited.discard(rank)
         self._engines.add(rank)
 

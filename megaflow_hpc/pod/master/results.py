@@ -1,6 +1,6 @@
-"""Handling of ended attempts. Each attempt is stored, retried, or kept for the next pod.
+"""Handles ended attempts. It stores each attempt, retries it, or keeps it for the next pod.
 
-This module applies the rules about failure causes, groups and bad ranks, which other modules define.
+This module applies the rules about failure causes, groups and bad ranks. Other modules define them.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class Results:
         self.groups = Groups(pod.group_rules())
         self.grouped = not pod.group_rules().idle
         self.histories: dict[str, History] = {}
-        """Maps rollout ids to histories, for rollouts that have been attempted but are not stored yet."""
+        """Histories of rollouts that have been attempted but are not stored yet, by rollout id."""
         self._cut: set[str] = set()
         """Ids of rollouts interrupted by the end of this allocation."""
         self._cancelling: dict[str, str] = {}
-        """Maps rollout ids to reasons, for rollouts that are being cancelled."""
+        """Reasons for cancelling rollouts, by id, while the cancellation is in progress."""
         self.began: dict[str, float] = {}
-        """Maps rollout ids to the monotonic time of their latest start."""
+        """Monotonic time at which each rollout last started, by rollout id."""
         self.stored = 0
 
     # --- ended attempts ---
@@ -104,7 +104,7 @@ class Results:
         self._end(work, outcome)
 
     def _end(self, work: Work, outcome: Outcome) -> None:
-        """Stores an outcome, and updates the estimates and the rollout's group."""
+        """Stores an outcome. Updates the expected durations and the rollout's group."""
         judged = outcome.status in VERIFIED
         if judged:
             before = self.histories.get(outcome.id)
@@ -121,8 +121,8 @@ class Results:
         self._io.store(outcome, work.epoch, work.block)
 
     def _retried(self, rank: int, work: Work, outcome: Outcome) -> bool:
-        """Retries a failed rollout if a retry is allowed. Returns True if it gets another attempt, in this pod or
-        another."""
+        """Retries a failed rollout if its cause allows it. Returns true if the rollout gets another attempt, in this
+        pod or a later one."""
         if self._drain.active:
             # When a job ends, its engines and sandboxes fail. The pod that takes over the block retries.
             return may_retry((*work.causes, outcome.cause))
@@ -139,7 +139,7 @@ class Results:
         return True
 
     def outcome_without_run(self, work: Work, kind: str, error: str, status: Status = "failed") -> Outcome:
-        """Creates the outcome of an attempt that returned no result.
+        """Returns the outcome of an attempt that returned no result.
 
         Args:
             kind: ``error_kind`` of the trajectory.
@@ -158,7 +158,7 @@ class Results:
     # --- consequences ---
 
     def _carry_out(self, step: GroupStep) -> None:
-        """Applies a group step: cancels its rollouts and promotes its deferred ones."""
+        """Cancels or promotes the rollouts that a group step names."""
         promoted = [self._scheduler.drop(rollout) for rollout in step.promote]
         self._scheduler.add(replace(work, deferred=False) for work in promoted if work is not None)
         for rollout in step.cancel:
@@ -226,7 +226,8 @@ class Results:
             history.too_short += 1
 
     def _cut_too_often(self, outcome: Outcome, history: History) -> str:
-        """Explains why an interrupted rollout fails. Empty if another attempt is allowed."""
+        """Returns the reason why an interrupted rollout fails. Returns an empty string if another attempt is
+        allowed."""
         if history.too_short >= TOO_SHORT:
             return (
                 f"the walltime ended it {history.too_short} times in a row after most of the "
@@ -243,7 +244,7 @@ class Results:
     # --- durable results ---
 
     def count(self, durable: Sequence[PendingResult]) -> None:
-        """Counts durable results. Pauses the pod if failures are systematic."""
+        """Counts durable results. Pauses the pod if nearly all of them failed for the same cause."""
         for result in durable:
             outcome = result.outcome
             failed = outcome.status == "failed"

@@ -1,4 +1,4 @@
-"""Rank 0's access to the run directory, from a single I/O thread, so that rank 0's loop never waits for a disk.
+"""Accesses the run directory for rank 0 in a single I/O thread, so that rank 0's loop never waits for a disk.
 
 If the loop waited, slots would stay idle. If the file system hung for a minute, the workers would miss rank 0's
 heartbeats and leave. Therefore only :class:`RunIoThread` uses the ledger, the journal, the claimed blocks, the engines
@@ -42,11 +42,11 @@ from megaflow_hpc.rundir.pods.condensing import condense
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
 
 POLL_INTERVAL_S = 0.5
-"""Maximum time in seconds between turns of the thread, so that it renews the lease in time."""
+"""Maximum number of seconds between turns of the thread, so that it renews the lease in time."""
 LOOP_HANGS_S = 60.0
 """The loop counts as hung after this many seconds without an iteration. Its longest iterations take a few seconds."""
 RETRY_S = 1.0
-"""Seconds to wait after an I/O error in the run directory before retrying."""
+"""Seconds to wait before a retry after an I/O error in the run directory."""
 MAX_PENDING_RECORDS = 20_000
 MAX_PENDING_BYTES = 512 << 20
 """No further rollouts start while this many records, or records of this many bytes in total, are waiting to be
@@ -74,30 +74,30 @@ class PodProgress(NamedTuple):
 
 @dataclass
 class Stop:
-    """Asks the thread to finish all earlier requests as far as possible, and then end."""
+    """Makes the thread finish all earlier requests as far as possible, and then end."""
 
     release: bool = False
     """True to release unfinished blocks."""
     histories: dict[str, History] = field(default_factory=dict)
-    """Maps rollout ids to histories, for the released rollouts. Later pods read them."""
+    """Histories of the released rollouts, by rollout id. Later pods read them."""
 
 
 @dataclass
 class Requests:
-    """Pending requests of the loop. ``None`` and False mean that nothing is requested."""
+    """Requests of the loop that the thread has not handled yet. ``None`` and false mean that nothing is requested."""
 
     results: list[PendingResult] = field(default_factory=list)
     claim: bool = False
     """True to claim a block. The response is a :class:`Claimed` report."""
     list_engines: bool = False
     progress: PodProgress | None = None
-    """Progress to publish in the lease, until it is replaced."""
+    """Progress to publish in the lease. It stays there until newer progress replaces it."""
     live: PodLiveStatus | None = None
     """Status of the rollouts that viewers requested. An empty status withdraws the previous one."""
     stop: Stop | None = None
 
     def add(self, more: Requests) -> None:
-        """Merges later requests into these. Later values replace earlier ones."""
+        """Merges later requests into these. Later values replace earlier values."""
         self.results += more.results
         self.claim |= more.claim
         self.list_engines |= more.list_engines
@@ -114,23 +114,23 @@ _NOTHING = Requests()
 
 @dataclass(frozen=True)
 class Durable:
-    """Reports that results are durable and settled."""
+    """Report that results are durable, and that their blocks have recorded them."""
 
     results: tuple[PendingResult, ...]
 
 
 @dataclass(frozen=True)
 class Claimed:
-    """Reports the end of a claim. ``block`` is ``None`` if no block was available."""
+    """Report that a claim has ended. ``block`` is ``None`` if no block was available."""
 
     block: ClaimedBlock | None
     seconds: float
-    """Duration of the claim, in seconds."""
+    """Duration of the claim in seconds."""
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """Reports that the thread has ended."""
+    """Report that the thread has ended."""
 
     error: BaseException | None = None
     """The error that ended the thread, or ``None``."""
@@ -164,31 +164,31 @@ class RunState:
 
     phase: IoPhase = IoPhase.WORKING
     since: float = field(default_factory=time.monotonic)
-    """Monotonic time when the thread became stuck. If it is not stuck, the time when it completed its latest turn."""
+    """Monotonic time at which the thread became stuck or, if it is not stuck, completed its latest turn."""
     error: str = ""
     """Error of the last turn, such as ``No space left on device``. Empty unless the thread is stuck."""
     held: int = 0
     """Number of claimed blocks that are not done."""
     closes_at: float = float("-inf")
-    """Time on the ledger's clock at which this pod's fence closes. After that, the pod must not commit."""
+    """Time on the ledger's clock after which this pod must not commit."""
     seen: Outlook = field(default_factory=Outlook)
     """Result of this pod's last search for a block to claim."""
     engines: Engines = field(default_factory=Engines)
     asked: Asked = field(default_factory=Asked)
     """Rollouts whose status viewers requested."""
     exceeded: str = ""
-    """Describes the campaign-wide limit that was exceeded. Empty if no limit was exceeded."""
+    """Description of the campaign-wide limit that was exceeded. Empty if none was."""
 
 
 # --- the thread -------------------------------------------------------------------------------------------------------
 
 
 class RunIoThread(threading.Thread):
-    """The thread that accesses the run directory. It has exclusive use of all its arguments except ``events``.
+    """Thread that accesses the run directory. No other thread may use its arguments, except ``events``.
 
-    In each turn, the thread renews the lease, stores results and claims blocks. It also coordinates with the
-    other pods, lists engines, updates the status for viewers and flushes events. After an I/O
-    error, it keeps the failed request and retries it in the next turn.
+    In each turn, the thread renews the lease, stores results and claims blocks. It also coordinates with the other
+    pods, lists engines, updates the status for viewers and flushes events. After an I/O error, it keeps the failed
+    request and retries it in the next turn.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class RunIoThread(threading.Thread):
             self.reports.put(Stopped(error))
 
     def _condense_earlier_starts(self) -> None:
-        """Condenses the events of the pod's earlier starts, which keeps the number of files small."""
+        """Condenses the events of the pod's earlier starts to keep the number of files small."""
         pod, _, start = self._name.rpartition(".")
         try:
             condense(self._run.events, pod, start)
@@ -290,7 +290,8 @@ class RunIoThread(threading.Thread):
         return self._asked.stop is None and time.monotonic() - self.loop_turned_at > LOOP_HANGS_S
 
     def _end_process(self) -> None:
-        """Kills rank 0, so that its job restarts. Unstored results are lost, because the fence is closed."""
+        """Kills rank 0, so that its job restarts. Unstored results are lost, because another pod may take over the
+        blocks."""
         why = f"rank 0's loop has not turned for {time.monotonic() - self.loop_turned_at:.0f} s"
         try:
             print(f"pod: {why}; leaving", file=sys.stderr, flush=True)
@@ -394,7 +395,7 @@ class RunIo:
         self.claiming = False
         """True while a claim is pending."""
         self.claim_s = 0.0
-        """Duration of the last claim, in seconds."""
+        """Duration of the last claim in seconds."""
         self.finished = False
         """True if every block of the campaign is done. Set by :meth:`collect` once the thread has ended."""
 
@@ -417,17 +418,19 @@ class RunIo:
         self.requests.claim = True
 
     def push(self) -> None:
-        """Submits the collected requests. Called once per iteration, so that the thread wakes up only once."""
+        """Submits the collected requests. The loop calls it once per iteration, so that the thread wakes up only
+        once."""
         if self.requests != _NOTHING:
             self._thread.requests.put(self.requests)
             self.requests = Requests()
 
     def finish(self, seconds: float, release: bool = False, histories: dict[str, History] | None = None) -> bool:
-        """Ends the thread once all requests are done. Returns False if the thread is still alive after ``seconds``.
+        """Ends the thread once it has handled all requests. Returns false if the thread is still alive after
+        ``seconds``.
 
         Args:
             release: True to release unfinished blocks.
-            histories: Maps rollout ids to histories, for the released rollouts. Later pods read them.
+            histories: histories of the released rollouts, by rollout id. Later pods read them.
         """
         self.requests.stop = Stop(release, histories or {})
         self.push()
@@ -468,7 +471,8 @@ class RunIo:
 
     @property
     def may_commit(self) -> bool:
-        """True while the fence is open. False once the lease is so old that another pod may soon take over."""
+        """True while this pod may commit results. False once its lease is so old that another pod may soon take
+        over."""
         return self._clock() < self.state.closes_at
 
     @property

@@ -1,16 +1,15 @@
-"""Storage of results. Each result passes through four stages, in this order:
+"""Stores results. Each result passes through four stages, in this order:
 
-======== ============================================================= =============================
-stage    reached when                                                  an OSError leaves the result
-======== ============================================================= =============================
-QUEUED   the loop requests to store it
-APPENDED the journal accepts the record, even if it cannot write it    QUEUED
-DURABLE  fsync succeeds, with the fence open before and after it       APPENDED
-SETTLED  its block records it, and is done after its last result       DURABLE
-======== ============================================================= =============================
+======== ============================================================= ============================= stage    reached
+when                                                  an OSError leaves the result ========
+============================================================= ============================= QUEUED   the loop requests
+to store it APPENDED the journal accepts the record, even if it cannot write it    QUEUED DURABLE  fsync succeeds, with
+the fence open before and after it       APPENDED SETTLED  its block records it, and is done after its last result
+DURABLE ======== ============================================================= =============================
 
-A result is valid once it is durable, and is reported to the loop once it is settled. After an error, the next call
-resumes at the same point. One fsync covers all results that have arrived since the previous fsync (group commit).
+The *fence* is open while no other pod can take over this pod's blocks. A result is valid once it is durable, and is
+reported to the loop once it is settled. After an error, the next call resumes at the same point. One fsync covers all
+results that have arrived since the previous fsync (group commit).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from megaflow_hpc.trajectories.journal.writer import JournalWriter
 
 
 class PendingResult(NamedTuple):
-    """A result that is not stored yet."""
+    """A result that has not passed all stages yet."""
 
     outcome: Outcome
     block: int
@@ -36,7 +35,7 @@ class PendingResult(NamedTuple):
 
 
 class Storing:
-    """Moves results through the stages. Used only by the I/O thread."""
+    """Moves results through the stages. Only the I/O thread uses it."""
 
     def __init__(self, journal: JournalWriter, ledger: Ledger, blocks: ClaimedBlocks, events: EventWriter) -> None:
         self._journal, self._ledger, self._blocks, self._events = journal, ledger, blocks, events
@@ -68,7 +67,7 @@ class Storing:
             self._settled.append(self._durable.popleft())
 
     def take_settled(self) -> tuple[PendingResult, ...]:
-        """Returns the results that were settled since the last call."""
+        """Returns the results that reached the last stage since the last call."""
         settled, self._settled = tuple(self._settled), []
         return settled
 

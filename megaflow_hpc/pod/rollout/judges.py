@@ -1,4 +1,4 @@
-"""Access to the campaign's judges while one rollout is verified. The calls to judges are stored as an artifact."""
+"""Gives access to the campaign's judges while one rollout is verified. Stores the calls to judges as an artifact."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ MAX_JUDGE_BYTES = 1 << 20
 
 
 class Judges:
-    """The campaign's judges, as used to verify one rollout.
+    """Access to the campaign's judges for the verification of one rollout.
 
     Args:
         gateway: The gateway that serves the rollout.
         rollout: Id of the rollout.
         models: Names of the campaign's judges. Empty if the campaign has none.
-        prices: Maps judges to the price of their tokens, for judges that have a price.
+        prices: Token price of each judge that has a price, by name.
         reward_models: The reward models among ``models``.
     """
 
@@ -79,7 +79,7 @@ class Judges:
         return [call for recording in self._recordings for call in self._calls(recording)]
 
     def artifacts(self) -> list[Artifact]:
-        """Returns a list with the artifact that contains all calls, or an empty list if no judge was called."""
+        """Returns an artifact with all calls, as a list of length 1. Returns an empty list if no judge was called."""
         calls = self.calls()
         if not calls:
             return []
@@ -102,10 +102,10 @@ class Judges:
 
 
 def used(trajectory: Trajectory, judges: Judges, metered: Mapping[str, TokenPrice | None]) -> Used:
-    """Returns the usage of the judges, and the rollout's own usage of metered models.
+    """Returns the token usage of the judges, and of the metered models that the rollout itself called.
 
     Args:
-        metered: Maps each metered model to the price of its tokens, or ``None`` if it has no price.
+        metered: Token price of each metered model, or ``None`` if it has no price.
     """
     own = []
     counts = tokens_of_calls(trajectory)
@@ -118,12 +118,12 @@ def used(trajectory: Trajectory, judges: Judges, metered: Mapping[str, TokenPric
 
 
 def use_of(call: Mapping[str, Any]) -> Used:
-    """Converts one call to a judge to a usage count."""
+    """Returns the token usage of one call to a judge."""
     return {call["model"]: ModelUse(1, call["prompt_tokens"], call["sampled_tokens"], call.get("usd"))}
 
 
 def by_role(trajectory: Trajectory) -> dict[str, list[dict[str, Any]]]:
-    """Returns the conversation of each role's latest call, with its images. Empty if the campaign has no team."""
+    """Returns the conversation of each role's latest call, with its images. Returns an empty mapping without a team."""
     parents = linked(trajectory.parents, len(trajectory.messages))
     latest = {turn.role: turn.message for turn in trajectory.turns if turn.role and turn.message >= 0}
     paths = {role: [trajectory.messages[node] for node in path_to(parents, end)] for role, end in latest.items()}

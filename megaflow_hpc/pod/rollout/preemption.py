@@ -57,18 +57,18 @@ COPIED = (
     *("status", "error_kind", "error", "rewards", "seed", "inexact", "constrained"),
     *("messages", "parents", "sequences", "turns", "artifacts", "images"),
 )
-"""Names of the trajectory fields that the next attempt copies. Fields in :data:`TIMES` are summed, and fields in
-:data:`PEAKS` keep the maximum."""
+"""Names of the trajectory fields that the next attempt copies from a checkpoint. Fields in :data:`TIMES` are summed,
+and fields in :data:`PEAKS` keep the maximum."""
 TIMES = ("setup_s", "agent_s", "verify_s", "cpu_s")
 PEAKS = ("memory_peak_mb", "disk_peak_mb")
 
 
 class DamagedError(Exception):
-    """The file is not a checkpoint, is damaged, or has another version."""
+    """Raised if a file is not a checkpoint, is damaged, or has another version."""
 
 
 class CheckpointQuota:
-    """Quota for the total size of checkpoints in bytes. Thread-safe."""
+    """Limits the total size of checkpoints in bytes. Thread-safe."""
 
     def __init__(self, left: float = math.inf) -> None:
         self._left = left
@@ -91,8 +91,8 @@ class CutShort(Exception):
     """Raised when the allocation ends and the gateway has refused the agent's next turn.
 
     Args:
-        agent: The agent's state, or ``None`` if the agent cannot be resumed.
-        recorded: The recorder's state.
+        agent: State of the agent, or ``None`` if the agent cannot be resumed.
+        recorded: State of the recorder of the agent's model calls.
     """
 
     def __init__(self, agent: dict[str, Any] | None, recorded: dict[str, Any]) -> None:
@@ -120,13 +120,13 @@ class Checkpoint:
     verdicts: list[StepVerdict]
     """Verdicts of the completed steps."""
     agent_s: float
-    """Seconds that the agent has spent on the current step so far."""
+    """Seconds that the agent has spent on the current step."""
     agent: dict[str, Any]
     recorded: dict[str, Any]
     breaches: list[str] = field(default_factory=list)
     """Limits that the agent's commands have exceeded in the current step."""
     note: bytes = b""
-    """The host's note about the checkout in the sandbox (:mod:`megaflow_hpc.tasks.checkout`)."""
+    """Data about the checkout in the sandbox that the host needs later (:mod:`megaflow_hpc.tasks.checkout`)."""
     layer: Snapshot | None = None
     """Snapshot of the sandbox's files. ``None`` until it is taken."""
 
@@ -188,7 +188,7 @@ class Checkpoint:
             raise DamagedError(f"{path}: {error!r}") from error
 
     def carry_over(self, trajectory: Trajectory) -> None:
-        """Copies the results so far into the trajectory of the next attempt, adding up times."""
+        """Copies the results so far into the trajectory of the next attempt. Adds up times."""
         before = self.trajectory
         for name in COPIED:
             setattr(trajectory, name, getattr(before, name))
@@ -204,8 +204,8 @@ class Checkpoint:
 
 
 def new_name(rollout_id: str) -> str:
-    """Returns a unique file name for a checkpoint of this rollout. Several processes may run the same rollout at the
-    same time."""
+    """Returns a unique file name for a checkpoint of this rollout, because several processes may run the same
+    rollout."""
     return f"{hashlib.sha256(rollout_id.encode('utf-8', 'surrogatepass')).hexdigest()[:24]}.{secrets.token_hex(4)}"
 
 
@@ -259,21 +259,21 @@ class Preemption:
         self._gateway, self.folder = gateway, folder
         self._max_bytes, self._max_rank_bytes = max_bytes, max_rank_bytes
         self.owner = "0"
-        """Name of this rank's directory in ``folder``. The same for every start of the rank."""
+        """Name of this rank's directory in ``folder``. All starts of the rank use the same one."""
         self._quota: CheckpointQuota | None = None
         self.preempted = False
-        """True once Slurm has signalled every process of the step. A process that ends afterwards may not have
+        """True once Slurm has signalled every process of the step. If a process ends afterwards, it may not have
         failed."""
         self._suspending = self._now = False
         self._resumable: dict[str, ApptainerSandbox] = {}
-        """Maps the id of each running rollout with a resumable agent to its sandbox."""
+        """Sandboxes of the running rollouts whose agents can be resumed, by rollout id."""
         self._interrupted: set[str] = set()
         """Ids of rollouts that were running a command in their sandbox when the signal arrived."""
 
     @property
     def kind(self) -> str:
-        """Error kind for attempts that are interrupted now: ``preemption``, ``walltime``, or empty if the allocation is
-        not ending."""
+        """Error kind of attempts that are interrupted now: ``preemption`` or ``walltime``. Empty unless the allocation
+        is ending."""
         if self.preempted:
             return "preemption"
         return "walltime" if self._suspending else ""
@@ -291,8 +291,8 @@ class Preemption:
     def preempt(self) -> None:
         """Records that Slurm signalled the step, and suspends resumable agents immediately.
 
-        Slurm sends several signals. Only the first signal shows which rollouts were running a command, because after it
-        no agent waits for the model.
+        Slurm sends several signals. Only the first one shows which rollouts were running a command. After it, no agent
+        waits for the model.
         """
         if self.preempted:
             return
@@ -354,7 +354,7 @@ class Preemption:
         return self._quota
 
     def _check_size(self, sandbox: ApptainerSandbox) -> None:
-        """Raises SandboxError if the sandbox's files are too large, before they are copied. Ignores unreadable
+        """Raises SandboxError if the sandbox's files are too large. Called before they are copied. Ignores unreadable
         files."""
         command = ["du", "-s", "-B1", "--", os.path.join(sandbox.directory, "layer", "upper")]  # handles deep trees
         output = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False).stdout.split()

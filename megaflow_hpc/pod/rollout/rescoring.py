@@ -1,4 +1,4 @@
-"""Scores stored rollouts again, without sampling: with their tasks' own verification, or with the user's scorer.
+"""Scores stored rollouts again, without sampling. It uses the verification of their tasks, or the user's scorer.
 
 A task's tests need the agent's files. They are restored in a fresh sandbox from the stored patch and artifacts. These
 cover all files that matter if the tests see only the work directory and the artifacts (verification ``fresh``), and the
@@ -32,9 +32,8 @@ from megaflow_hpc.trajectory import Trajectory
 from megaflow_hpc.types import Task, Verdict, main_reward
 
 PATCH, PATCH_ERROR, LOG = "patch", "patch.error", "verifier.log"
-"""Names of artifacts: the agent's changes to the checkout, the reason why they are incomplete, and the output of the
-tests.
-"""
+"""Names of artifacts. They contain the agent's changes to the checkout, the reason why these are incomplete, and the
+output of the tests."""
 
 
 @dataclass
@@ -49,7 +48,7 @@ class NewScore:
 
     @property
     def reward(self) -> float | None:
-        """Reward of the whole rollout, if the scorer gave one."""
+        """Reward of the whole rollout, or ``None`` if the scorer gave none."""
         return main_reward(self.rewards)
 
 
@@ -130,10 +129,11 @@ class Rescoring:
         if task.services:
             raise UnscoredError("its task has services, whose state is not stored")
         if len(format_of(task).steps(task)) > 1:
-            raise UnscoredError("its task has several steps, of which only the changes are stored, not their order")
+            raise UnscoredError("its task has several steps, but only their changes are stored, not their order")
         sandbox = await sandboxes.start(rollout_spec(task, agent, services.images, services.config.environment))
         try:
-            if task.kind == "python" and (why := _lacking(stored, context)):
+            why = _lacking(stored, context) if task.kind == "python" else ""
+            if why:
                 verdict = await self._without_files(task, sandbox, context, why)
             else:
                 await prepare(task, sandbox)
@@ -166,7 +166,7 @@ class Rescoring:
     async def _without_files(
         self, task: Task, sandbox: ApptainerSandbox, context: VerificationContext, why: str
     ) -> Verdict:
-        """Calls ``setup`` with a sandbox, then ``score`` with a sandbox that raises an error on any use."""
+        """Calls ``setup`` with a sandbox, and then ``score`` with a sandbox that raises an error on any use."""
         guarded = WithoutFiles(sandbox, why)
         stand_in = cast(ApptainerSandbox, guarded)
         await prepare(task, stand_in)
@@ -182,7 +182,7 @@ class Rescoring:
 
 
 async def _nothing(number: int, step: Task) -> None:
-    """Does nothing, in place of an agent."""
+    """Replaces an agent, and does nothing."""
 
 
 class _NoCheckout(MegaflowError):
@@ -220,8 +220,8 @@ class WithoutFiles:
 
 
 def _lacking(stored: Mapping[str, bytes], context: VerificationContext) -> str:
-    """Returns the reason why the record cannot contain all files that the verification sees, or an empty string if it
-    may."""
+    """Returns the reason why the record lacks files that the verification sees. Returns an empty string if it may
+    contain them all."""
     if error := stored.get(PATCH_ERROR):
         return f"its patch is incomplete: {error.decode('utf-8', 'replace')}"
     if not context.fresh:
@@ -249,5 +249,8 @@ async def _restore(
         raise _NoCheckout(
             "the record has no patch, not even an empty one: the agent's sandbox had no checkout or no git"
         )
-    if (patch := stored.get(PATCH)) and (why := await checkout.apply(sandbox, patch)):
-        raise UnscoredError(f"its patch cannot be applied: {why}")
+    patch = stored.get(PATCH)
+    if patch:
+        problem = await checkout.apply(sandbox, patch)
+        if problem:
+            raise UnscoredError(f"its patch cannot be applied: {problem}")

@@ -1,4 +1,4 @@
-"""One attempt at a rollout, from its sandbox to its verdict.
+"""Runs one attempt at a rollout, from the start of its sandbox to its verdict.
 
 An attempt starts the sandbox, runs the agent, kills all of the agent's processes, and verifies the result. If a task
 has several steps, the last three are repeated for each step. Errors are not raised but reported in the trajectory, as a
@@ -84,10 +84,10 @@ from megaflow_hpc.types import (
 
 KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 NO_PROGRAM = (126, 127)
-"""Exit codes of a shell if a program cannot be executed or does not exist."""
+"""Exit codes with which a shell reports that a program cannot be executed or does not exist."""
 SETTLE_S = 1.0
-"""Seconds to wait after an agent was killed. If Slurm is ending the job, its signal reaches this process during that
-time. The rollout then counts as preempted and is not verified."""
+"""Seconds to wait after an agent was killed, because Slurm may be ending the job. If its signal arrives during that
+time, the rollout counts as preempted and is not verified."""
 
 
 class NoProgramError(MegaflowError):
@@ -159,12 +159,12 @@ class AgentRun:
     async def _run_agent_once(
         self, task: Task, resumed: Checkpoint | None, shared: bool
     ) -> tuple[AgentResult, Recording]:
-        """Runs the agent within its time limit. Returns the gateway's recording even if the agent is cut off.
+        """Runs the agent within its time limit. Returns the gateway's recording, even if the agent is interrupted.
 
         The agent's work is verified even if the agent ended with an error. An unanswered model call counts as a failure
         of the model service only if the service was down (:meth:`.ModelGateway.outage`). An exception that the agent's
-        code raises after a response counts as the agent's failure, because the response may have caused it. So does a
-        step inside the sandbox that fails after a response, in this step of the task or in an earlier one.
+        code raises after a response counts as the agent's failure, because the response may have caused it. The same
+        applies to a step inside the sandbox that fails after a response, in this step of the task or in an earlier one.
 
         Raises:
             CutShort: The allocation ends, and the gateway refused a model call of the agent.
@@ -282,8 +282,8 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
 def _add_rewards(trajectory: Trajectory, result: AgentResult, turns: int) -> None:
     """Adds the agent's rewards of a step with ``turns`` model calls.
 
-    If a turn's reward belongs to a call that was not made, all rewards of turns are left out, with an error. Rewards of
-    roles are kept, because they do not depend on calls.
+    If a turn's reward belongs to a call that was not made, all rewards of turns are left out, and an error is recorded.
+    Rewards of roles are kept, because they do not depend on calls.
     """
     of_turns = {f"{TURN_REWARD}{n}": value for n, value in enumerate(result.turn_rewards, len(trajectory.turns))}
     try:
@@ -318,7 +318,7 @@ def blank(rollout: Rollout, attempt: int) -> Trajectory:
 
 
 class NoSandboxError(SandboxError):
-    """The sandbox could not be started. The node may be at fault."""
+    """Raised if the sandbox could not be started. The node may be at fault."""
 
 
 @dataclass
@@ -327,8 +327,8 @@ class AttemptResult:
 
     trajectory: Trajectory
     cause: str = ""
-    """Cause of a failure (:mod:`megaflow_hpc.pod.scheduling.failures`). If empty, it follows from the trajectory's
-    error kind."""
+    """Cause of a failure (:mod:`megaflow_hpc.pod.scheduling.failures`). If empty, the trajectory's error kind
+    determines it."""
     checkpoint: str = ""
     """Checkpoint from which an interrupted attempt can resume. Empty if there is none."""
 
@@ -386,8 +386,10 @@ def _end(trajectory: Trajectory, status: Status, kind: str, error: str) -> None:
 
 
 def _storable(verdict: Verdict, turns: int) -> Verdict:
-    """Returns the verdict, if a trajectory can store its rewards and the rollout made all model calls that it rewards.
-    Otherwise returns reward 0 with an error."""
+    """Returns the verdict if a trajectory can store its rewards. Otherwise returns reward 0 with an error.
+
+    A verdict that rewards model calls which the rollout did not make is invalid too.
+    """
     try:
         check_turns(verdict.rewards, turns)
         checked_rewards(verdict.rewards)
@@ -398,14 +400,14 @@ def _storable(verdict: Verdict, turns: int) -> Verdict:
 
 
 def _add_verdict(trajectory: Trajectory, verdict: Verdict) -> None:
-    """Adds a verdict's rewards, which replace the agent's rewards of the same names. If a trajectory cannot store them
-    all, the agent's rewards are left out, with an error."""
+    """Adds a verdict's rewards, which replace the agent's rewards of the same names. If a trajectory cannot store all
+    of them, the agent's rewards are left out and an error is recorded."""
     rewards = {**trajectory.rewards, **verdict.rewards}
     try:
         checked_rewards(rewards)
     except ValueError as error:
         rewards = dict(verdict.rewards)
-        _blame(trajectory, "agent", f"the agent's rewards are left out: with those of the verifier, {error}")
+        _blame(trajectory, "agent", f"the agent's rewards are left out: together with the verifier's, {error}")
     trajectory.reward, trajectory.rewards = verdict.reward, rewards
     if verdict.agent_error or verdict.error:
         why = "; ".join(filter(None, (verdict.agent_error, verdict.error)))
@@ -417,7 +419,7 @@ class RunningAttempt:
 
     Args:
         trajectory: The trajectory to complete.
-        checkpoint: Checkpoint to resume from. Empty if there is none.
+        checkpoint: Name of the checkpoint to resume from. Empty if there is none.
     """
 
     def __init__(
@@ -426,7 +428,7 @@ class RunningAttempt:
         policy = services.policies[rollout.policy]
         self.services, self.rollout, self.task, self.trajectory = services, rollout, task, trajectory
         self.agent, self.has_model = policy.agent(rollout.agent), policy.model is not None
-        """The agent, and whether it has a model. It calls the model through the gateway."""
+        """The agent, and whether it has a model. The agent calls the model through the gateway."""
         self.sandboxes = Sandboxes(services.provider)
         self._checkpoint = checkpoint
         self._judges = services.judges(rollout.id)
@@ -504,7 +506,7 @@ class RunningAttempt:
             print(printable(f"{self.trajectory.id}: {error}"), file=sys.stderr)
 
     async def _start_sandbox(self, reachable: Reachable | None) -> tuple[ApptainerSandbox, Checkpoint | None]:
-        """Starts the sandbox, restoring the files of the checkpoint if there is one."""
+        """Starts the sandbox. Restores the files of the checkpoint if there is one."""
         services = self.services
         spec = rollout_spec(self.task, self.agent, services.images, services.config.environment)
         spec = replace(spec, services=reachable)

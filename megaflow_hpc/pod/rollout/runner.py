@@ -1,4 +1,4 @@
-"""Runner of a worker rank: a process with the gateway, the agents and the sandboxes, which runs rollouts concurrently.
+"""Runs rollouts concurrently in the runner, a child process of a worker rank. It has the gateway, agents and sandboxes.
 
 The rank starts it as ``python -m megaflow_hpc.pod.rollout.runner FD``, where FD is a socket. End-of-file on the socket
 stops the runner and all sandboxes.
@@ -32,7 +32,7 @@ from megaflow_hpc.types import Rollout, Task
 
 LOG_INTERVAL_S = 60.0
 ACTIVITY_INTERVAL_S = 3.0
-"""Interval between progress reports to rank 0, in seconds."""
+"""Seconds between progress reports to rank 0."""
 
 
 class Runner:
@@ -45,7 +45,7 @@ class Runner:
         self._reported: dict[str, tuple[int, int, bool]] = {}
         """Activity of each rollout, as last reported to rank 0."""
         self._reported_use = (0, 0.0)
-        """Number of sampled tokens and their cost in US dollars, as last reported to rank 0."""
+        """Number of sampled tokens and their cost in US dollars, both as last reported to rank 0."""
 
     @property
     def _services(self) -> Services:
@@ -103,7 +103,7 @@ class Runner:
         asyncio.get_running_loop().call_later(patience_s, preemption.suspend, True)
 
     async def _on_cancel(self, message: Message) -> None:
-        """Cancels a rollout that is no longer needed. Its result has status ``cancelled``."""
+        """Cancels a rollout that is no longer needed. Its result has the status ``cancelled``."""
         await asyncio.sleep(0)  # a task cancelled before it starts could not return a result
         task = self._rollouts.get(message["id"])
         if task is not None:
@@ -125,8 +125,8 @@ class Runner:
             self._services.provider.prefetch(message["order"])
 
     async def _on_mirror(self, message: Message) -> None:
-        """Sends rank 0 the last part of a conversation for viewers, unless rank 0 already has it (``calls`` is
-        unchanged)."""
+        """Sends rank 0 the last part of a conversation for viewers. Sends nothing if ``calls`` shows that rank 0
+        already has it."""
         gateway, rollout = self._services.gateway, message["id"]
         calls, *_ = gateway.activity().get(rollout, (-1,))
         if calls in (-1, message["calls"]):
@@ -137,8 +137,8 @@ class Runner:
         )
 
     async def _report_activity(self) -> None:
-        """Periodically reports the rollouts with a changed status to rank 0. The reports omit conversations, which may
-        be long."""
+        """Periodically reports rollouts whose status has changed to rank 0. The reports omit conversations, because
+        these may be long."""
         while True:
             await asyncio.sleep(ACTIVITY_INTERVAL_S)
             if self._opened is not None:
@@ -173,7 +173,7 @@ class Runner:
 
     @staticmethod
     def _outcome(ended: AttemptResult, start: Message, attempts: list[Attempt]) -> Outcome:
-        """Packs a result, with epoch, job id and rank from rank 0's ``start`` message."""
+        """Packs a result. Epoch, job id and rank come from rank 0's ``start`` message."""
         trajectory = ended.trajectory
         trajectory.epoch, trajectory.job_id, trajectory.rank = start["epoch"], start["job_id"], start["rank"]
         return Outcome.of(trajectory, attempts, ended.cause, ended.checkpoint)

@@ -27,12 +27,13 @@ from megaflow_hpc.types import Sampling
 
 @dataclass
 class Services:
-    """The campaign, and the services shared by the rollouts of one runner."""
+    """The campaign of a runner, and the services that its rollouts share."""
 
     config: CampaignConfig
     policies: Mapping[str, Policy]
     images: dict[str, str]
-    """Maps image names in tasks to SIF files or directories. Each rollout adds its task's images when it starts."""
+    """SIF files or directories by the image names that tasks use. Each rollout adds its task's images when it
+    starts."""
     provider: ApptainerProvider | None
     """Starts sandboxes. ``None`` if no task needs a sandbox, in which case this node needs no Apptainer."""
     gateway: ModelGateway
@@ -46,12 +47,12 @@ class Services:
         self.remote, self.node = RemoteServices(), NodeServices(self.provider, campaign)
         max_rank_bytes = MAX_CAMPAIGN_BYTES / gateways(self.config.slurm.pods)
         self.conversing = AgentPool(self.agents)
-        """Runs Python agents of tasks without a sandbox, many in one process."""
+        """Runs Python agents of tasks without a sandbox, with many agents in one process."""
         self.preemption = Preemption(self.gateway, self.checkpoints, MAX_CHECKPOINT_BYTES, max_rank_bytes)
 
     @property
     def shared(self) -> Mapping[str, RemoteServices]:
-        """Maps each scope to the services that rollouts share in it."""
+        """Services that rollouts share, by the scope in which they share them."""
         return {"campaign": self.remote, "node": self.node}
 
     @classmethod
@@ -92,13 +93,13 @@ class Services:
 
     @property
     def prices(self) -> dict[str, TokenPrice]:
-        """Maps policies to the price of their model's tokens, for models that have a price."""
+        """Token price of each policy's model that has a price, by policy."""
         models = {name: policy.model for name, policy in self.policies.items()}
         return {name: model.price for name, model in models.items() if model and model.price}
 
     @property
     def metered(self) -> dict[str, TokenPrice | None]:
-        """Maps policies to the price of their model's tokens, or ``None``, for models with a price and external
+        """Token price of each policy's model, or ``None``, by policy. Includes only models with a price and external
         endpoints."""
         models = {name: policy.model for name, policy in self.policies.items() if policy.model}
         return {name: model.price for name, model in models.items() if model.price or model.is_external}
@@ -120,7 +121,7 @@ class Services:
 
 
 class StoredRecordings:
-    """The recorded rollouts in a run directory or trajectories file, for policies that replay them."""
+    """Recorded rollouts in a run directory or trajectories file. Policies with ``engine: replay`` use them."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -135,7 +136,7 @@ class StoredRecordings:
 
 
 def _replays(policies: Mapping[str, Policy]) -> dict[str, Replay]:
-    """Maps each policy with ``engine: replay`` to its replay."""
+    """Returns the replay of each policy with ``engine: replay``, by policy."""
     replays = {}
     for name, policy in policies.items():
         if policy.model is not None and policy.model.engine == "replay":

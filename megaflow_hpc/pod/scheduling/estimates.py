@@ -1,9 +1,10 @@
-"""Expected durations of rollouts, learned as rollouts end. This module does no I/O and reads no clock.
+"""Estimates durations of rollouts from those that have ended. This module does no I/O and reads no clock.
 
 Durations of agents are roughly log-normal: many are short, and a few are very long. :class:`Estimates` tracks the mean
 and variance of the logarithm (Welford) on three levels: all rollouts, each arm (:attr:`.Rollout.arm`), and each task of
-an arm. A level with few observations is shrunk towards the level above it, which counts as ``PRIOR`` observations. So
-the first sample of a new task is estimated from its arm, and the eighth mostly from the previous seven.
+an arm. If a level has few observations, its estimate is pulled towards the level above, which counts as ``PRIOR``
+observations. So the first sample of a new task is estimated from its arm, and the eighth mostly from the previous
+seven.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 PRIOR = 2.0
-"""Weight of the next higher level, in observations."""
+"""Weight of the level above, in observations."""
 PRIOR_DEVIATION = 1.0
-"""Prior standard deviation of the logarithm. 1 corresponds to a factor of 2.7 in either direction."""
+"""Standard deviation of the logarithm before any observation. 1 corresponds to a factor of 2.7 in either direction."""
 SHORTEST_S = 1e-3
 MAX_TASKS = 16_384
 """Maximum number of tasks to keep in memory (about 7 MB). The oldest are dropped first."""
@@ -26,7 +27,7 @@ class _Moments:
     n: int = 0
     mean: float = 0.0
     squares: float = 0.0
-    """Sum of squared deviations from the mean."""
+    """Sum of squared deviations of the observations from their mean."""
 
     def add(self, value: float) -> None:
         self.n += 1
@@ -40,9 +41,9 @@ class Estimates:
 
     def __init__(self) -> None:
         self._levels: dict[tuple[str, ...], _Moments] = {}
-        """Moments for the keys ``()`` (all rollouts) and ``(arm,)``."""
+        """Statistics for the keys ``()``, which means all rollouts, and ``(arm,)``."""
         self._tasks: dict[tuple[str, ...], _Moments] = {}
-        """Moments for the keys ``(arm, task)``."""
+        """Statistics for the keys ``(arm, task)``."""
 
     def observe(self, task: str, arm: str, seconds: float) -> None:
         """Records that a rollout of ``task`` in ``arm`` took ``seconds``."""

@@ -1,4 +1,4 @@
-"""Causes of failed rollouts: how each is stored, how often to retry, and when to stop the pod.
+"""Defines the causes of failed rollouts: how each is stored, how often to retry, and when to stop the pod.
 
 A *cause* is more specific than the stored ``error_kind``, and each cause has its own retry limit. For example, a
 rollout that failed twice because of dead engines can still be retried after a failure of its node.
@@ -37,7 +37,7 @@ from megaflow_hpc.types import ErrorKind
 
 
 class Rule(NamedTuple):
-    """How to handle one cause."""
+    """How a failure with one cause is stored and retried."""
 
     kind: ErrorKind
     """``error_kind`` under which the failure is stored."""
@@ -60,13 +60,13 @@ RULES: dict[str, Rule] = {
 MAX_INTERRUPTIONS = 16
 """A rollout fails after more than this many interruptions by the end of an allocation."""
 TOO_SHORT = 2
-"""A rollout fails once the walltime has interrupted it this many times in a row, if it ran for most of the walltime
-each time."""
+"""A rollout fails once the walltime has interrupted it this many times in a row. Interruptions count only if the
+rollout ran for most of the walltime."""
 MAX_FAILURES = 6
 """A rollout is not retried after this many failures, counted over all causes."""
 
 NEARLY_ALL = 0.9
-"""Failures are systematic if this share of the latest results has the same cause."""
+"""Share of the latest results that must have the same cause for failures to be systematic."""
 SYSTEMATIC_LAST = 32
 """Number of latest results that a pod checks for systematic failures."""
 FIRST_WITHOUT_PROGRAM = 8
@@ -97,8 +97,7 @@ class Pattern:
         self._last: deque[str] = deque(maxlen=last)
         self._enough = last
         self._without_program: int | None = 0
-        """Number of results so far, if the agent's program could not be started in any of them. ``None`` once it has
-        started."""
+        """Number of results so far. ``None`` once the agent's program could be started in one of them."""
 
     def add(self, cause: str) -> None:
         """Adds a final result. ``cause`` is empty if the rollout did not fail."""
@@ -108,7 +107,7 @@ class Pattern:
 
     @property
     def systematic(self) -> str:
-        """Reason for the pod to stop. Empty while failures are not systematic."""
+        """Reason for the pod to stop. Empty unless failures are systematic."""
         if (self._without_program or 0) >= FIRST_WITHOUT_PROGRAM:
             return (
                 f"the agent's program could not be started in any of the first {self._without_program} rollouts; "
@@ -123,18 +122,19 @@ class Pattern:
 
 
 class Blame:
-    """Detects ranks that cannot start sandboxes although other ranks can. If no rank can, the image or campaign is at
-    fault."""
+    """Detects ranks that cannot start sandboxes although other ranks can. If no rank can, the image or the campaign is
+    at fault."""
 
     def __init__(self) -> None:
         self._good = 0
-        """Number of results with a started sandbox, summed over all ranks."""
+        """Number of results with a started sandbox, over all ranks."""
         self._bad: dict[int, tuple[int, int]] = {}
-        """Maps each rank to (number of consecutive failed starts, value of ``_good`` before the first of them)."""
+        """For each rank, the number of consecutive failed starts, and the value of ``_good`` before the first of
+        them."""
         self._named: set[int] = set()
 
     def add(self, rank: int, cause: str) -> bool:
-        """Records the result of an attempt on ``rank``. Returns True when the rank is first found to be bad."""
+        """Records the result of an attempt on ``rank``. Returns true when the rank is first found to be bad."""
         rule = RULES.get(cause)
         if rule is None or not rule.blames_rank:
             self._good += cause != "node"

@@ -1,4 +1,4 @@
-"""Groups: all samples of one task under one policy, whose rewards a trainer compares.
+"""Decides which samples of a group still run. A group is all samples of one task, whose rewards a trainer compares.
 
 *Over-provisioning.* A group with spare samples is closed once it has enough rewards. Its remaining samples are
 cancelled, so that nothing waits for a slow or failed sample.
@@ -21,7 +21,7 @@ class GroupRules:
     """The campaign's rules for closing groups early."""
 
     wanted: Mapping[str, int] = field(default_factory=dict)
-    """Maps each policy to the number of rewards that a group needs. Empty if the campaign plans no spare samples."""
+    """Number of rewards that a group needs, by policy. Empty if the campaign plans no spare samples."""
     signal_after: int = 0
     """A group counts as without signal after this many equal rewards. 0 disables the rule."""
 
@@ -33,12 +33,12 @@ class GroupRules:
 
 @dataclass(frozen=True)
 class GroupStep:
-    """Rollout ids of the group's other samples to cancel or promote after one sample has ended."""
+    """Samples of a group to cancel or promote after one of its samples has ended, as rollout ids."""
 
     cancel: Sequence[str] = ()
     """Waiting or running samples that are no longer needed."""
     promote: Sequence[str] = ()
-    """Waiting samples that are no longer deferred."""
+    """Waiting samples that may now start like any other."""
     why: str = ""
 
 

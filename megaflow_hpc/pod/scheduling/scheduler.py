@@ -1,4 +1,4 @@
-"""Scheduler: decides which rollout starts on which worker. Deterministic, without I/O or a clock.
+"""Decides which rollout starts on which worker. Deterministic, without I/O or a clock.
 
 Work waits in *lanes*, one for each combination of policy and resource demand. If the head of a lane cannot start,
 nothing else in the lane can. The scheduler therefore looks only at the heads, so that a decision takes the same time
@@ -37,7 +37,7 @@ NOTHING = Demand()
 
 @dataclass(slots=True)
 class Work:
-    """One attempt at a rollout of a claimed block."""
+    """One attempt at a rollout from a claimed block."""
 
     rollout: Rollout
     block: int
@@ -51,11 +51,11 @@ class Work:
     deferred: bool = False
     """True if this work starts only when nothing else can."""
     planned: Any = field(default=None, compare=False, repr=False)
-    """The planned task, which the scheduler does not inspect."""
+    """The planned task. The scheduler does not inspect it."""
 
 
 class Entry(NamedTuple):
-    """Queued work. The smallest entry starts first. Entry numbers are unique."""
+    """Queued work. The entry that compares lowest starts first. Entry numbers are unique."""
 
     priority: float
     number: int
@@ -71,7 +71,7 @@ class Lane:
         self._removed: set[int] = set()
         """Numbers of entries that were removed but are still in the heap."""
         self.overtaken = 0
-        """Number of starts in other lanes since the head of this lane first did not fit."""
+        """Number of starts in other lanes since the head of this lane first found no room."""
 
     def __bool__(self) -> bool:
         return bool(self._heap)
@@ -126,7 +126,7 @@ class _Worker:
         return max(0, self.slots - len(self.running))
 
     def has_room(self, demand: Demand) -> bool:
-        """Returns True if work with this demand can start on this worker now."""
+        """Returns true if work with this demand can start on this worker now."""
         return (
             self.free > 0
             and self.used_cpus + demand.cpus <= self.cpus
@@ -134,7 +134,7 @@ class _Worker:
         )
 
     def could_ever(self, demand: Demand) -> bool:
-        """Returns True if this worker could start work with this demand when idle."""
+        """Returns true if work with this demand could start on this worker if it were idle."""
         return demand.cpus <= self.cpus and demand.memory_mb <= self.memory_mb
 
 
@@ -144,7 +144,7 @@ class Workers:
     def __init__(self) -> None:
         self._workers: dict[int, _Worker] = {}
         self._reserved: dict[int, Lane] = {}
-        """Maps each reserved worker to the lane for which it is reserved."""
+        """Lane for which each reserved worker is reserved, by worker."""
         self.running = 0
         """Number of running attempts."""
         self.slots = 0
@@ -163,7 +163,7 @@ class Workers:
         return [work for worker in self._workers.values() for work in worker.running.values()]
 
     def could_ever(self, demand: Demand) -> bool:
-        """Returns True if any worker could start work with this demand when idle."""
+        """Returns true if work with this demand could start on any worker if it were idle."""
         return any(worker.could_ever(demand) for worker in self._workers.values())
 
     # --- workers come and go ---
@@ -249,8 +249,8 @@ class Workers:
             del self._reserved[rank]
 
     def finish(self, rank: int, rollout_id: str) -> Work | None:
-        """Frees the rollout's slot and returns its work. Returns ``None`` if the worker is not running the rollout, for
-        example because the message is late."""
+        """Frees the rollout's slot and returns its work. Returns ``None`` if the worker is not running the rollout.
+        This happens if the message is late."""
         worker = self._workers.get(rank)
         if worker is None or rollout_id not in worker.running:
             return None
@@ -285,7 +285,7 @@ class Scheduler:
         self._surely_s = surely_s
         self._lanes: dict[tuple[str, Demand], Lane] = {}
         self._queued: dict[str, tuple[Lane, Entry]] = {}
-        """Maps the id of each queued rollout to its lane and entry."""
+        """Lane and entry of each queued rollout, by rollout id."""
         self.workers = Workers()
         self._number = count(1)
         self._too_long: list[Work] = []
@@ -338,7 +338,7 @@ class Scheduler:
             self._push(Entry(DEFERRED if work.deferred else 0.0, next(self._number), work))
 
     def retry(self, work: Work, cause: str, worker: int | None) -> bool:
-        """Queues another attempt after a failure with this cause. Returns False if no retries are left."""
+        """Queues another attempt after a failure with this cause. Returns false if no retries are left."""
         causes = (*work.causes, cause)
         if not may_retry(causes):
             return False

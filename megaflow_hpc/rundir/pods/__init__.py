@@ -1,4 +1,4 @@
-"""Evaluates pod events: tracks running rollouts and outcomes, and writes summaries so that readers can skip most
+"""Evaluates pod events. Tracks running rollouts and outcomes, and writes summaries so that readers can skip most
 events.
 
 The input is the events of one or more pods. The output is where each rollout runs, counts, and the files

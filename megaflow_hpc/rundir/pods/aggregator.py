@@ -1,4 +1,4 @@
-"""Aggregates one pod's events into the summary of a growing event file, or into one record for several starts."""
+"""Aggregates one pod's events. The result is the summary of a growing event file, or one record for several starts."""
 
 from __future__ import annotations
 
@@ -39,20 +39,21 @@ READ_INTERVAL_S = 5.0
 SUMMARY_INTERVAL_S = 60.0
 """Minimum time in seconds between two summaries."""
 TAIL = 32 << 10
-"""Minimum bytes of new events before a new summary is written, or half the summary's size if that is larger."""
+"""Minimum number of bytes of new events before a new summary is written. Half the summary's size applies if it is
+larger."""
 LAST_TAIL = 4 << 10
-"""Like :data:`TAIL`, when the pod ends."""
+"""Minimum number of bytes of new events before the summary is written when the pod ends."""
 PIECE = 256 << 10
 """Number of bytes of events to read at a time. Small, because the thread also does other work."""
 LAST_PIECES = 16
 """Maximum number of chunks to read when the pod ends, because other processes are waiting for it to exit."""
 MAX_UNFINISHED = 1000
-"""Maximum number of unfinished rollouts whose failed attempts are remembered after the start that ran them has ended.
-Any other unfinished rollout gets its full number of retries again."""
+"""Maximum number of unfinished rollouts of ended starts whose failed attempts are kept. Other rollouts get all their
+retries again."""
 MAX_PERIODS = 64
-"""Maximum number of past periods to keep slot counts for. Beyond that, neighbouring periods are merged."""
+"""Maximum number of past periods for which slot counts are kept. Further periods are merged with their neighbours."""
 PAUSE_FACTOR = 50
-"""Pause after each chunk, as a multiple of its CPU time, so that the pod's other work takes priority."""
+"""Pause after each chunk, as a multiple of the chunk's CPU time. The pod's other work takes priority."""
 
 
 class EventAggregator:
@@ -70,9 +71,10 @@ class EventAggregator:
         self._pod: tuple[int, PodEvent] | None = None
         self._workers: list[tuple[int, WorkerEvent]] = []
         self._open: dict[str, list[tuple[int, AnyEvent]]] = {}
-        """Maps each unfinished rollout to its events."""
+        """Events of each unfinished rollout, by rollout id."""
         self._attempts: dict[str, list[tuple[int, AnyEvent]]] = {}
-        """Maps each unsuccessful rollout to its failed attempts, which use up its retries if it runs again."""
+        """Failed attempts of each unsuccessful rollout, by rollout id. They count as retries if the rollout runs
+        again."""
         self._running = RunningRollouts()
         self._bad: dict[str, RolloutEvent] = {}
         self._well: dict[str, Counter[str]] = {}
@@ -115,7 +117,7 @@ class EventAggregator:
                 self._open.setdefault(rollout, []).append((self._number, event))
 
     def adopt(self, summary: Summary) -> None:
-        """Adds a summary to the aggregate in place of the events that it covers."""
+        """Adds a summary to the aggregate, instead of the events that it covers."""
         self._running.adopt(self._where, summary)
         self._seen_at, self._busy_at = summary.t, summary.busy_at
         for event in summary.events:
@@ -165,7 +167,8 @@ class EventAggregator:
         self._open, self._workers, self._pod, self._stored = {}, [], None, 0
 
     def _period(self) -> tuple[float, float, float] | None:
-        """Returns (begin, end, mean number of slots) of the current start. ``None`` if it has no worker events."""
+        """Returns begin, end and mean number of slots of the current start. Returns ``None`` if it has no worker
+        events."""
         if not self._workers:
             return None
         began = min(event.t for _, event in self._workers)
@@ -179,7 +182,7 @@ class EventAggregator:
         return (began, end, slot_s / (end - began)) if end > began else None
 
     def adopt_earlier(self, condensed: Condensed, number: int) -> None:
-        """Adds the condensed events of all starts up to ``number``. Must be called first."""
+        """Adds the condensed events of all starts up to ``number``. No other event may have been added before."""
         self.adopt(condensed)
         self._ended_starts, self._slots = condensed.starts, list(condensed.slots)
         self._ended_stored, self._after, self._stored = condensed.stored, number, 0
@@ -270,13 +273,13 @@ class EventAggregator:
 
 
 def _merge_periods(*periods: tuple[float, float, float]) -> tuple[float, float, float]:
-    """Merges neighbouring periods into one period with the same slot-seconds."""
+    """Merges neighbouring periods into one period with the same number of slot-seconds."""
     begin, end = periods[0][0], max(period[1] for period in periods)
     return begin, end, sum((until - since) * slots for since, until, slots in periods) / (end - begin)
 
 
 def _merge_events(before: PodEvent, event: PodEvent) -> PodEvent:
-    """Returns the later event, with its missing fields filled in from the earlier one."""
+    """Returns the later event. Its missing fields are filled in from the earlier one."""
     fields = {name: getattr(event, name) for name in event.__struct_fields__}
     return PodEvent(**{name: getattr(before, name) if value is None else value for name, value in fields.items()})
 
@@ -295,7 +298,7 @@ class EventFileScan:
         self._descriptor = -1
 
     def advance(self) -> bool:
-        """Reads and aggregates one chunk. Returns False if the file has no further complete line. Raises OSError."""
+        """Reads and aggregates one chunk. Returns false if the file has no further complete line. Raises OSError."""
         if self._descriptor < 0:
             self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         data = os.pread(self._descriptor, PIECE, self.covered)
@@ -347,7 +350,7 @@ class SummaryWriter:
         self._look_at = self._clock() + max(READ_INTERVAL_S, PAUSE_FACTOR * (time.thread_time() - began))
 
     def finish(self) -> None:
-        """Writes a final summary if enough events are new. Call it last."""
+        """Writes a final summary if there are enough new events. Call it last."""
         with suppress(OSError):
             for _ in range(LAST_PIECES):
                 if not self._scan.advance():

@@ -1,7 +1,7 @@
 """Condenses events: merges the event files of a pod's starts into one, to keep the number of files small.
 
-Each start condenses the events of all earlier starts except the previous one, whose last events readers may not have
-read yet. Once a pod is over, the coordinator condenses all of its starts (:class:`EndedPods`). Condensing is safe:
+Each start condenses the events of all earlier starts, except the previous one. Readers may not have read its last
+events yet. Once a pod is over, the coordinator condenses all of its starts (:class:`EndedPods`). Condensing is safe:
 
 1. An atomic rename publishes the new file. Its name contains the last start that it covers. From then on, readers
    ignore the covered event files and earlier condensed files.
@@ -27,7 +27,7 @@ from megaflow_hpc.rundir.summaries import CONDENSED, EVENTS, SUFFIX, Condensed, 
 
 
 def condense(folder: Path, pod: str, start: str) -> None:
-    """Condenses the events of all starts before ``start``, except the most recent of them.
+    """Condenses the events of all starts before ``start``. Leaves out the most recent of them.
 
     Lists the directory once, and reads each file that it condenses.
 
@@ -68,9 +68,9 @@ class EndedPods:
     def __init__(self, folder: Path, lease_s: float, clock: Callable[[], float]) -> None:
         self._folder, self._lease_s, self._clock = folder, lease_s, clock
         self._since: dict[str, float] = {}
-        """Maps each ended pod that still has event files to the time since which it has been seen as over."""
+        """Time at which each ended pod that still has event files was first seen as over, by pod."""
         self._due: list[str] = []
-        """Maps each ended pod that still has event files to the time at which it was first seen as over."""
+        """Pods whose events can be condensed now."""
 
     def look(self, leases: Iterable[str]) -> None:
         """Finds pods that are over. Lists the directory once. Raises OSError.
@@ -84,7 +84,7 @@ class EndedPods:
         self._due = [pod for pod, since in self._since.items() if now - since > self._lease_s]
 
     def advance(self) -> None:
-        """Condenses the events of one pod, if any pod is due."""
+        """Condenses the events of one pod if any pod is due."""
         if self._due:
             with suppress(OSError):  # a later check retries
                 condense_all(self._folder, self._due.pop())
@@ -141,9 +141,12 @@ def _remove(folder: Path, pod: str, covered: int) -> None:
     own = re.compile(rf"(\.?){re.escape(pod)}\.([0-9]+)({kinds})(\..*)?")
     names = [name for name in os.listdir(folder) if name.startswith((f"{pod}.", f".{pod}."))]
     for name in sorted(names, key=lambda name: name.endswith(EVENTS)):
-        if (match := own.fullmatch(name)) is None or bool(match[1]) != bool(match[4]):
+        match = own.fullmatch(name)
+        if match is None:
             continue
-        number = start_number(match[2])
-        if 0 <= number < covered or (number == covered and (match[4] or match[3] != CONDENSED)):
+        hidden, number, kind, rest = match[1], start_number(match[2]), match[3], match[4]
+        if bool(hidden) != bool(rest):  # not a temporary file of a writer
+            continue
+        if 0 <= number < covered or (number == covered and (rest or kind != CONDENSED)):
             with suppress(FileNotFoundError):
                 (folder / name).unlink()

@@ -1,4 +1,4 @@
-"""Tracks running rollouts, where they run, and their failed attempts, based on pod events."""
+"""Tracks running rollouts, where they run, and their failed attempts. The input is pod events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megaflow_hpc.rundir.summaries import Summary
 
 
 class AttemptPlace(msgspec.Struct, frozen=True, gc=False):
-    """Where an attempt runs or ran."""
+    """Where and when an attempt runs or ran."""
 
     id: str
     """Id of the rollout."""
@@ -31,19 +31,19 @@ class RunningRollouts:
 
     def __init__(self) -> None:
         self._nodes: dict[str, dict[int, str]] = {}
-        """Maps pod and rank to the node."""
+        """Node name by pod and rank."""
         self._running: dict[str, AttemptPlace] = {}
-        """Maps each running rollout to its current attempt."""
+        """Current attempt of each running rollout, by rollout id."""
         self._stored_at: dict[str, float] = {}
-        """Maps each rollout to the time when its latest outcome was stored."""
+        """Time at which each rollout's latest outcome was stored, by rollout id."""
         self._begun: dict[str, dict[str, AttemptPlace]] = {}
-        """Maps pod and rollout to the pod's last attempt, for rollouts without an outcome from this pod."""
+        """Last attempt by pod and rollout id. Contains only rollouts without an outcome from that pod."""
         self.last: dict[str, AttemptPlace] = {}
-        """Maps each rollout to its last attempt."""
+        """Last attempt of each rollout, by rollout id."""
         self.failures: Counter[tuple[str, str]] = Counter()
-        """Maps (cause, node) to the number of failed attempts, including retried ones."""
+        """Number of failed attempts by (cause, node), including retried ones."""
         self.retries: Counter[str] = Counter()
-        """Maps each cause to the number of retried attempts."""
+        """Number of retried attempts by cause."""
 
     def apply(self, pod: str, event: AnyEvent) -> None:
         """Applies one event of ``pod`` (``<pod>.<start>``)."""
@@ -105,7 +105,8 @@ class RunningRollouts:
         self._end(pod)
         self._nodes.pop(pod, None)
         for rollout in self._begun.pop(pod, {}):
-            if rollout not in self._stored_at and (attempt := self.last.get(rollout)) and attempt.pod == pod:
+            attempt = self.last.get(rollout)
+            if attempt is not None and attempt.pod == pod and rollout not in self._stored_at:
                 del self.last[rollout]
 
     def _note_stored(self, rollout: str, at: float) -> None:
@@ -115,7 +116,7 @@ class RunningRollouts:
             del self._running[rollout]
 
     def _start(self, pod: str, event: StartEvent) -> None:
-        """Records a started attempt. Another pod's attempt that started later may already have been recorded."""
+        """Records a started attempt, unless a later attempt in another pod has already been recorded."""
         node = self._nodes.get(pod, {}).get(event.rank, "")
         attempt = AttemptPlace(event.id, pod, event.rank, node, event.attempt, event.t)
         self._begun.setdefault(pod, {})[event.id] = attempt

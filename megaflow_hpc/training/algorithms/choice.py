@@ -54,7 +54,7 @@ NO_REWARD = "no reward"
 OVER_LENGTH = "over length"
 
 MIN_SAMPLES = 2
-"""Minimum number of samples in a group. A single sample would have no baseline."""
+"""Minimum number of samples in a group. A single sample has nothing to be compared with."""
 REPLAYED_STEPS = 2
 """Number of recent full steps whose groups may be replayed."""
 
@@ -96,9 +96,9 @@ def choose(
     """Chooses the groups that one step trains on.
 
     Args:
-        config: the section ``training``, of which only ``data`` is used.
+        config: the section ``training``. Only ``data`` is used.
         groups: complete groups in any order, without duplicates.
-        version: ordinal of the policy's newest weights, relative to which staleness is measured.
+        version: index of the policy's newest weights. Staleness is measured relative to it.
         want: maximum number of groups to train on or drop.
         replayed: groups that earlier steps trained on, newest last, with their rewards from before those steps. Only
             the groups of the last :data:`REPLAYED_STEPS` steps are needed.
@@ -110,12 +110,12 @@ def choose(
         bound: maximum age of a token, in weight versions. Rollouts with older tokens are dropped. Replayed groups are
             exempt.
         due: ids of groups to take first, regardless of age.
-        earlier: passed samples from earlier steps, for user functions that add them to groups.
+        earlier: passed samples from earlier steps. User functions may add them to groups.
         roles: the policy's roles in its team. Their rewards must be present too.
 
     Raises:
-        ConfigError: a reward is infinite, no rollout has a reward with a required name, or a user function broke its
-            contract.
+        ConfigError: a reward is infinite, no rollout has a reward with a required name, or a user function returned an
+            invalid result.
     """
     compared = advantage or AdvantageConfig()
     share = next((step.replay for step in config.data if step.replay), None)
@@ -154,7 +154,7 @@ def choose(
 
 
 def ordered(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
-    """Sorts groups by the oldest version that sampled their tokens. Groups without sampled tokens come first, since
+    """Sorts groups by the oldest weights that sampled their tokens. Groups without sampled tokens come first, because
     they can only be dropped."""
     return sorted(groups, key=lambda group: (group.oldest, group.time_ns, group.id))
 
@@ -171,7 +171,7 @@ def replayable(replayed: Sequence[SampleGroup], batch: int, times: Mapping[str, 
 
 
 def newest(candidates: Sequence[SampleGroup], taken: int, share: float) -> list[SampleGroup]:
-    """Returns the newest candidates, limited to the fraction ``share`` of a step with ``taken`` new groups."""
+    """Returns the newest candidates, at most the fraction ``share`` of the ``taken`` new groups in a step."""
     count = min(int(taken * share / (1 - share) + 1e-9), len(candidates))
     return list(candidates[len(candidates) - count :])
 
@@ -179,7 +179,7 @@ def newest(candidates: Sequence[SampleGroup], taken: int, share: float) -> list[
 def survivors(
     groups: Iterable[SampleGroup], advantage: AdvantageConfig, drops: Drops, roles: RoleRewards | None = None
 ) -> list[SampleGroup]:
-    """Keeps the verified samples that have at least one sampled token.
+    """Keeps the samples that were verified and have at least one sampled token.
 
     Raises:
         ConfigError: a reward is infinite, or no sample has a reward that ``advantage.rewards`` or a role names.
@@ -214,7 +214,7 @@ def _check_names(verified: list[Sample], expected: Iterable[str], key: str) -> N
 def varied(
     groups: Iterable[SampleGroup], advantage: AdvantageConfig, drops: Drops, roles: RoleRewards | None = None
 ) -> list[SampleGroup]:
-    """Keeps groups whose samples differ in at least one of the compared rewards and penalties."""
+    """Keeps the groups whose samples differ in at least one of the compared rewards and penalties."""
     compared = {role: role_config(advantage, name) for role, name in (roles or {"": None}).items()}
 
     def reason(group: SampleGroup) -> str:
@@ -224,7 +224,7 @@ def varied(
 
 
 def varies(group: SampleGroup, advantage: AdvantageConfig, role: str = "") -> bool:
-    """Returns whether the samples of a group differ in any value with non-zero weight.
+    """Returns whether the samples of a group differ in any reward or penalty with non-zero weight.
 
     Args:
         role: consider only samples in which the policy played this role. If empty, consider all samples.
@@ -276,14 +276,14 @@ def by_method(
 ) -> list[SampleGroup]:
     """Calls a user's function on the groups.
 
-    The function is called as ``function(groups, version, random, **args)``, where ``version`` is the ordinal of the
-    newest weights and ``random`` a seeded random generator. It returns the groups to keep, in any order. It may omit
-    samples and groups, and may change the rewards, penalties and weights of samples with ``dataclasses.replace``. A
-    function with a parameter ``earlier`` also receives passed samples from earlier steps, each of which it may add to
-    one group of the same task.
+    The function is called as ``function(groups, version, random, **args)``. ``version`` is the index of the newest
+    weights among the policy's versions, and ``random`` a seeded random generator. The function returns the groups to
+    keep, in any order. It may omit samples and groups, and may change the rewards, penalties and weights of samples
+    with ``dataclasses.replace``. A function with a parameter ``earlier`` also receives passed samples from earlier
+    steps. It may add each of them to one group of the same task.
 
     Raises:
-        ConfigError: the function broke this contract.
+        ConfigError: the function raised an exception, or returned anything else.
     """
     named = {"earlier": earlier or {}} if takes(method, "earlier") else {}
     returned = call(method, list(groups), version, random, **named)

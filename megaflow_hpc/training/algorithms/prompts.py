@@ -33,10 +33,10 @@ from megaflow_hpc.training.algorithms.samples import RoleRewards, SampleGroup
 from megaflow_hpc.training.methods import call, wrong
 
 LATEST_WEIGHT = 0.5
-"""Weight of the newest group in the moving average of the pass rate that ``curriculum`` uses. High, because a model
-changes within a few rounds."""
+"""Weight of the newest group in ``curriculum``'s moving average of the pass rate. High, because a model changes within
+a few rounds."""
 MIN_TASK_WEIGHT = 0.05
-"""Minimum sampling weight in ``curriculum``. It keeps tasks that always or never pass in the rotation."""
+"""Minimum sampling weight in ``curriculum``, so that tasks that always or never pass are still requested."""
 MIN_BASE, MAX_BASE = 0.01, 0.99
 """Bounds of GRESO's two base probabilities (AstraFlow: ``p_min``, ``p_max``)."""
 FIRST_BASE = 0.5
@@ -44,18 +44,18 @@ FIRST_BASE = 0.5
 BASE_STEP = 0.01
 """Change of a GRESO base probability per training step."""
 TARGET_EASY, TARGET_HARD = 0.083, 0.167
-"""GRESO's target fractions of always-passing and never-passing groups."""
+"""GRESO's target fractions of groups that always pass and of groups that never pass."""
 FLOOR_EASY, FLOOR_HARD = 0.1, 0.4
-"""GRESO's minimum request probabilities for always-passing and never-passing tasks."""
+"""GRESO's minimum request probabilities of tasks that always pass and of tasks that never pass."""
 
 
 class TaskStatistics(NamedTuple):
     passed: int = 0
-    """Number of passed samples, over all groups."""
+    """Number of passed samples in all groups of the task."""
     tried: int = 0
-    """Number of verified samples, over all groups."""
+    """Number of verified samples in all groups of the task."""
     recent: float = 0.5
-    """Moving average of the pass rate for ``curriculum``."""
+    """Moving average of the task's pass rate, for ``curriculum``."""
     streak: int = 0
     """Number of consecutive groups in which every sample got the same reward. Negative if that reward is a failure."""
 
@@ -113,7 +113,7 @@ class Prompts:
         It returns a list of ``count`` tasks. Each occurrence of a task requests one group.
 
         Raises:
-            ConfigError: the function broke this contract.
+            ConfigError: the function raised an exception, or returned anything else.
         """
         returned = call(method, list(eligible), count, dict(statistics), random)
         chosen = list(returned) if isinstance(returned, list | tuple) else None
@@ -136,15 +136,14 @@ class Prompts:
         state: Mapping[str, Any],
         random: np.random.Generator,
     ) -> tuple[list[str], dict[str, Any]]:
-        """Cycles through all tasks, reshuffling them on each pass, and skips ineligible tasks."""
+        """Returns the next tasks of a cycle through all tasks. Each pass shuffles them anew. Skips ineligible tasks."""
         chosen: list[str] = []
         seed, position, of, late = state.get("turn", (0, 0, 0, []))
         while len(chosen) < count:
             if of != len(tasks) or position >= of:  # a new pass; tasks already chosen now come last
                 seed, position, of, late = int(random.integers(2**32)), 0, len(tasks), sorted(set(chosen))
             order = [tasks[i] for i in np.random.default_rng(seed).permutation(of)]
-            last = set(late)
-            order = [*(task for task in order if task not in last), *(task for task in order if task in last)]
+            order.sort(key=set(late).__contains__)  # stable: the late tasks come last
             while position < of and len(chosen) < count:
                 task = order[position]
                 position += 1
@@ -159,7 +158,7 @@ class Prompts:
         count: int,
         random: np.random.Generator,
     ) -> list[str]:
-        """Draws tasks by weight without replacement. Starts over once every eligible task has been drawn."""
+        """Draws tasks by weight without replacement. Once it has drawn every eligible task, it starts over."""
         rates = np.array([statistics.get(task, TaskStatistics()).recent for task in eligible])
         weights = rates * (1 - rates) + MIN_TASK_WEIGHT
         chosen: list[str] = []

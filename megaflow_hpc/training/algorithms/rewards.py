@@ -46,7 +46,7 @@ WHITEN_EPSILON = 1e-6
 
 
 Values = float | NDArray[np.float32]
-"""Advantage of a sample: one number for all tokens, or an array with one number per sequence or per turn."""
+"""Advantage of a sample: one number for all tokens, or one number for each sequence or turn."""
 
 
 def plain(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
@@ -55,7 +55,7 @@ def plain(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
 
 
 def shaped(groups: Iterable[SampleGroup], step: DataStep) -> list[SampleGroup]:
-    """Applies a ``data`` operation that changes penalties."""
+    """Applies a ``data`` operation that sets penalties, such as ``penalty``."""
     return [_each(group, lambda sample: _shaped(sample, step)) for group in groups]
 
 
@@ -103,11 +103,11 @@ def scores(method: Method, rollouts: Sequence[StoredRollout]) -> dict[str, dict[
     one number, one number per sequence or per turn of the sample, or ``None`` if the function cannot score the rollout.
 
     Returns:
-        Maps sample ids to named rewards: ``score``, ``sequence.N`` for each sequence, or ``turn.N`` for each model
-        call.
+        Named rewards by sample id. The names are ``score``, ``sequence.N`` for each sequence, or ``turn.N`` for each
+        model call.
 
     Raises:
-        ConfigError: the function raised an exception or broke this contract.
+        ConfigError: the function raised an exception, or returned anything else.
     """
     returned = mapping(method, call(method, list(rollouts)), {r.sample.id for r in rollouts}, "rollout")
     named: dict[str, dict[str, float] | None] = {}
@@ -129,8 +129,8 @@ def scores(method: Method, rollouts: Sequence[StoredRollout]) -> dict[str, dict[
 
 
 def scored(sample: Sample, own: Mapping[str, float] | None) -> Sample:
-    """Returns a copy of a sample with the scorer's rewards. They replace the verifier's rewards of the same names, and
-    ``score`` replaces the sample's reward.
+    """Returns a copy of a sample with the scorer's rewards. They replace the verifier's rewards of the same names. The
+    reward ``score`` replaces the sample's reward.
 
     Args:
         sample: the sample with the verifier's rewards.
@@ -161,27 +161,29 @@ def reward(sample: Sample, name: str | None = None) -> float:
 
 
 def role_config(config: AdvantageConfig, name: str | None) -> AdvantageConfig:
-    """Returns the advantage settings for a role: the policy's settings, but with the role's own reward if it has
-    one."""
+    """Returns the advantage settings for a role. If the role has its own reward, ``name``, only this reward counts."""
     return config.model_copy(update={"rewards": {name: 1.0}, "whiten": bool(config.whiten)}) if name else config
 
 
 def role_rewards(sample: Sample, roles: RoleRewards) -> dict[str, float]:
-    """Returns the reward of each role that the policy played, without penalties. NaN if the rollout was not
+    """Returns the rewards of the roles that the policy played, without penalties. They are NaN if the rollout was not
     verified."""
     return {role: reward(sample, roles[role]) for role in dict.fromkeys(sample.roles) if role in roles}
 
 
 def own_rewards(sample: Sample, roles: RoleRewards | None) -> tuple[float, ...]:
-    """Returns the rewards on which the policy is trained: in a team, the rewards of the roles that it played, sorted by
-    role. Otherwise, the rollout's reward. Empty if the policy played no role."""
+    """Returns the rewards on which the policy is trained.
+
+    In a team, these are the rewards of the roles that the policy played, sorted by role. The tuple is empty if it
+    played none. Without a team, it is the rollout's reward.
+    """
     if not roles:
         return (reward(sample),)
     return tuple(value for _, value in sorted(role_rewards(sample, roles).items()))
 
 
 def players(groups: Iterable[SampleGroup], role: str) -> list[tuple[Sample, int]]:
-    """Returns the samples in which the policy played a role, each with its group's index. An empty role matches all
+    """Returns the samples in which the policy played a role, as (sample, index of its group). An empty role matches all
     samples."""
     return [
         (sample, number)
@@ -197,16 +199,17 @@ def advantages(
     """Computes the advantage and the weight of each sample.
 
     Args:
-        config: training settings of the policy, of which only ``advantage`` is used.
+        config: training settings of the policy. Only ``advantage`` is used.
         groups: the groups that a step trains on, as returned by :func:`~megaflow_hpc.training.algorithms.choose`.
         roles: the policy's roles in its team. Each role is compared with the same role in the other rollouts of the
             group, so a sample gets one advantage per sequence.
 
     Returns:
-        Maps the id of each sample with a reward to its advantage and weight.
+        (advantage, weight) by the id of each sample with a reward.
 
     Raises:
-        ConfigError: a reward is infinite, or too large for an advantage in float32, or a function broke its contract.
+        ConfigError: a reward is infinite, an advantage is too large for float32, or a function returned an invalid
+            result.
     """
     groups = list(groups)
     if isinstance(config.advantage.kind, Method):
@@ -228,8 +231,8 @@ def advantages(
 
 
 def _by_sequence(sample: Sample, own: Mapping[str, float]) -> Values:
-    """Combines the advantages of a sample's roles. Returns one number if all its sequences have the same role,
-    otherwise one number per sequence."""
+    """Combines the advantages of a sample's roles. Returns one number if all sequences have the same role. Otherwise,
+    returns one number per sequence."""
     if len(own) == 1 and ("" in own or len({*sample.roles}) == 1):
         return next(iter(own.values()))
     return np.array([own.get(role, 0.0) for role in sample.roles], np.float32)
@@ -247,7 +250,7 @@ def _tokens_of(sample: Sample, role: str) -> float:
 def _compared(
     config: AdvantageConfig, numbered: Sequence[tuple[Sample, int]]
 ) -> tuple[list[Sample], NDArray[np.float64]]:
-    """Returns the samples that have a reward, and their advantages within their groups."""
+    """Returns the samples that have a reward, with their advantages relative to their groups."""
     values, weights = columns([sample for sample, _ in numbered], config)
     has_reward: NDArray[np.bool_] = np.asarray(~np.isnan(values).any(axis=1))
     samples = [sample for (sample, _), present in zip(numbered, has_reward, strict=True) if present]
@@ -280,8 +283,11 @@ def _of_method(
     compared, only = [], next(iter(roles.values())) if len(roles) == 1 else None
     for group in groups:
         values, weights = columns(group.samples, role_config(config.advantage, only))
-        totals = zip(group.samples, (values @ weights).tolist(), strict=True)
-        compared.append(group.only(tuple(_valued(s, r, config.advantage, roles) for s, r in totals if r == r)))
+        valued = []
+        for sample, total in zip(group.samples, (values @ weights).tolist(), strict=True):
+            if not math.isnan(total):
+                valued.append(_valued(sample, total, config.advantage, roles))
+        compared.append(group.only(tuple(valued)))
     samples = [sample for group in compared for sample in group.samples]
     returned = mapping(method, call(method, compared), {sample.id for sample in samples}, "sample")
     arrays = [_checked(method, sample, returned[sample.id]) for sample in samples]
@@ -322,8 +328,8 @@ def _tokens(sample: Sample, count: int) -> NDArray[np.float64]:
 
 
 def whitened(values: NDArray[np.float64], tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Shifts and scales values (n) to mean 0 and standard deviation 1. ``tokens`` (n) weights each value by its number
-    of tokens."""
+    """Scales values (n) to mean 0 and standard deviation 1. Each value is weighted by its number of tokens, ``tokens``
+    (n)."""
     if not tokens.sum():
         return values
     centred = values - np.average(values, weights=tokens)

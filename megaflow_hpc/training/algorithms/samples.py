@@ -1,4 +1,4 @@
-"""Samples and groups, the form in which data algorithms see rollouts."""
+"""Defines samples and groups. Data algorithms receive rollouts in this form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ RoleRewards = Mapping[str, str | None]
 
 
 class TurnTokens(NamedTuple):
-    """The tokens that one model call sampled: the range ``[start, end)`` of one of the policy's sequences."""
+    """Location of the tokens that one model call sampled: the range ``[start, end)`` of one of the policy's
+    sequences."""
 
     call: int
     """Number of the call in the rollout, from 0."""
@@ -25,12 +26,12 @@ class TurnTokens(NamedTuple):
     start: int
     end: int
     state: str = ""
-    """Digest of the last message before the call, such as a tool's output. Empty if the call has no messages."""
+    """Digest of the last message before the call, such as a tool's output. Empty if there is no such message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One rollout, without its tokens and messages."""
+    """One rollout of a group, without its tokens and messages."""
 
     id: str
     task: str
@@ -40,23 +41,23 @@ class Sample:
     status: str
     """``completed``, ``truncated``, ``failed`` or ``cancelled``."""
     error_kind: str = ""
-    """Error kind of a failed rollout. Empty if there was no error."""
+    """Error kind of a failed rollout. Empty if the rollout did not fail."""
     reward: float = math.nan
     """Reward of the rollout. NaN if it was not verified."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Reward components from the verifier, by name."""
     oldest: int = -1
-    """Ordinal of the oldest version that sampled a token. -1 if nothing was sampled."""
+    """Index among the policy's versions of the oldest weights that sampled a token. -1 if nothing was sampled."""
     newest: int = -1
-    """Ordinal of the newest version that sampled a token. -1 if nothing was sampled."""
+    """Index among the policy's versions of the newest weights that sampled a token. -1 if nothing was sampled."""
     tokens: int = 0
-    """Number of sampled tokens."""
+    """Number of sampled tokens in all sequences."""
     longest: int = 0
     """Number of tokens in the longest sequence, including the prompt."""
     time_ns: int = 0
-    """Time at which the rollout became durable, in Unix nanoseconds."""
+    """Time at which the rollout's record became durable, in Unix nanoseconds."""
     sequences: int = 1
-    """Number of the policy's sequences."""
+    """Number of the policy's token sequences in the rollout."""
     turns: tuple[TurnTokens, ...] = ()
     """The policy's model calls, in order."""
     agent_s: float = 0.0
@@ -67,13 +68,13 @@ class Sample:
     """Weight of the sample's tokens in the loss. A sample with weight 0 is not trained on, but still counts in its
     group."""
     verdict: float = math.nan
-    """The verifier's reward if a scorer replaced it, otherwise NaN."""
+    """The verifier's reward if a scorer replaced it. Otherwise NaN."""
     scores: Mapping[str, float] = field(default_factory=dict)
-    """The part of :attr:`rewards` that a scorer assigned."""
+    """The rewards among :attr:`rewards` that a scorer assigned, by name."""
     agent: str = ""
     """Name of the agent in the campaign."""
     roles: tuple[str, ...] = ()
-    """Role of each of the policy's sequences. Empty if there is no team."""
+    """Role of each of the policy's sequences. Empty if the agents do not form a team."""
     role_rewards: Mapping[str, float] = field(default_factory=dict)
     """Reward of each role that the policy played, with penalties. Set only for functions of ``advantage.kind``."""
 
@@ -84,12 +85,13 @@ class Sample:
 
     @property
     def turn_rewards(self) -> tuple[float, ...]:
-        """Reward of each turn in :attr:`turns`, 0 if missing. Agents and verifiers name these rewards ``turn.N``."""
+        """Reward of each turn in :attr:`turns`. A missing reward is 0. Agents and verifiers name these rewards
+        ``turn.N``."""
         return tuple(self.rewards.get(f"{TURN_REWARD}{turn.call}", 0.0) for turn in self.turns)
 
     @property
     def sequence_rewards(self) -> tuple[float, ...]:
-        """Reward of each of the policy's sequences, 0 if missing. These rewards can only come from a scorer."""
+        """Reward of each of the policy's sequences. A missing reward is 0. Only scorers assign these rewards."""
         return tuple(self.rewards.get(f"{SEQUENCE_REWARD}{number}", 0.0) for number in range(self.sequences))
 
 
@@ -98,16 +100,16 @@ class StoredRollout(NamedTuple):
 
     sample: Sample
     trajectory: Trajectory
-    """The complete record of the rollout: messages, turns, tokens, rewards and artifacts of all policies."""
+    """Complete record of the rollout: messages, turns, tokens, rewards and artifacts of all policies."""
 
 
 Earlier = Mapping[str, Sequence[Sample]]
-"""Passed samples from earlier steps by task, newest last."""
+"""Passed samples from earlier steps, by task. The newest sample is last."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """The samples of one task in one round. Advantages are relative to this group."""
+    """The samples of one task that were requested together. Advantages are relative to this group."""
 
     id: str
     task: str
@@ -120,7 +122,8 @@ class SampleGroup:
 
     @property
     def oldest(self) -> int:
-        """Ordinal of the oldest version that sampled a token in the group. -1 if nothing was sampled."""
+        """Index among the policy's versions of the oldest weights that sampled a token in the group. -1 if nothing was
+        sampled."""
         return min((sample.oldest for sample in self.samples if sample.oldest >= 0), default=-1)
 
     @property

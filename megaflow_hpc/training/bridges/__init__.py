@@ -1,4 +1,4 @@
-"""Bridges that convert steps of the dataflow to the batches of other projects' trainers.
+"""Bridges to other projects' trainers. Each converts the dataflow's training steps to batches of one trainer.
 
-Each bridge states the version of the project for which it was written. No other module of the package imports a bridge.
+Each bridge names the version of the project for which it was written. No other module of the package imports a bridge.
 """

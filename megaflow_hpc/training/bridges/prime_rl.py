@@ -52,8 +52,8 @@ POLL_INTERVAL_S = 0.5
 SAY_INTERVAL_S = 30.0
 """Seconds between log lines while waiting."""
 UNCHANGED_S = 60.0
-"""A broadcast that has not changed for this many seconds is accepted even if a file appears newer than STABLE, because
-the clocks of the trainer's nodes may differ."""
+"""A broadcast that has not changed for this many seconds is accepted even if a file appears newer than STABLE. The
+clocks of the trainer's nodes may differ."""
 PAD_TOKEN = 1
 """Padding token used by prime-rl (``pad_micro_batch``)."""
 NOTE_FILE = "prime_rl.json"
@@ -61,8 +61,7 @@ NOTE_FILE = "prime_rl.json"
 
 
 class PrimeMicroBatch(msgspec.Struct, array_like=True, omit_defaults=True):
-    """prime-rl's ``MicroBatch``, encoded as an array in field order. Concatenates S sequences with T tokens in
-    total."""
+    """prime-rl's ``MicroBatch``, encoded as an array in field order. It contains S sequences with T tokens in total."""
 
     input_ids: list[int]
     loss_mask: list[bool]
@@ -76,7 +75,7 @@ class PrimeMicroBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     env_names: list[str]
     """Environment of each token, shape (T), for prime-rl's metrics. Always the campaign's name."""
     seq_lens: list[int]
-    """Same as ``sequence_lengths``, shape (S). Used by prime-rl's attention."""
+    """Number of tokens in each sequence, shape (S). Same as ``sequence_lengths``, but used by prime-rl's attention."""
     ref_logprobs: list[float] | None = None
     routed_experts: Any = None
     mm_kwargs: Any = None
@@ -91,8 +90,8 @@ class PrimeMicroBatch(msgspec.Struct, array_like=True, omit_defaults=True):
 def grid(step: Step, tokens: int, ranks: int, name: str) -> list[list[msgspec.Raw]]:
     """Returns the encoded micro-batches of each rank. Every rank gets the same number, at least one.
 
-    The counts must be equal because each forward pass is a collective operation. Each micro-batch is encoded
-    immediately, because Python lists of all tokens in a large step would take several gigabytes.
+    Each forward pass is a collective operation, so the numbers must be equal. Each micro-batch is encoded immediately,
+    because Python lists of all tokens in a large step would take several gigabytes.
 
     Args:
         step: a step of a dataflow with one rank.
@@ -139,7 +138,7 @@ def _empty_batch(name: str) -> PrimeMicroBatch:
 
 
 def hand_over(output: Path, number: int, batches: Sequence[Sequence[msgspec.Raw]]) -> None:
-    """Writes a step's files, each by an atomic rename. Keeps existing files.
+    """Writes the files of a step, each by an atomic rename. Keeps files that already exist.
 
     Raises:
         ConfigError: a file for a different step with this number exists, or the parent directory of ``output`` is
@@ -162,9 +161,9 @@ def hand_over(output: Path, number: int, batches: Sequence[Sequence[msgspec.Raw]
 
 
 class Broadcast:
-    """The weights that prime-rl's trainer broadcasts after one step.
+    """The weights that prime-rl's trainer writes to disk after one step.
 
-    The trainer writes STABLE last. But a restarted trainer that repeats the step writes its files next to the old
+    The trainer writes the file STABLE last. A restarted trainer that repeats the step writes its files next to the old
     STABLE. So a broadcast is complete only if STABLE is the newest file and no file changes during the copy.
     """
 
@@ -174,7 +173,7 @@ class Broadcast:
         self._since = 0.0
 
     def take(self, target: Path) -> bool:
-        """Copies the weights to the new directory ``target``. Returns whether they exist and are complete."""
+        """Copies the weights to the new directory ``target``. Returns false if they are missing or incomplete."""
         state = _state(self._folder)
         if state != self._seen:
             self._seen, self._since = state, time.monotonic()
@@ -280,7 +279,7 @@ class PrimeBridge:
         return done
 
     def _wait(self, number: int, stage: Path) -> bool:
-        """Waits for the weights of a step and copies them. Returns false if the campaign was cancelled first."""
+        """Waits for the weights of a step and copies them. Returns false if the user cancelled the campaign first."""
         folder = self._output / "broadcasts" / f"step_{number}"
         broadcast, marks, reported_at = Broadcast(folder), Marks(self._flow.run), time.monotonic()
         while not broadcast.take(stage):
@@ -294,8 +293,8 @@ class PrimeBridge:
         return True
 
     def _commit(self, step: Step, waited: float) -> None:
-        """Commits a step. The commit's checkpoint is only a note, because prime-rl's trainer keeps the real checkpoint
-        in its own directory."""
+        """Commits a step with a small file as its checkpoint, because prime-rl's trainer keeps the real checkpoint in
+        its own directory."""
         folder = self._flow.files.checkpoints / str(step.number)
         make_directory(folder)
         write_json(folder / NOTE_FILE, self._note)
@@ -303,7 +302,7 @@ class PrimeBridge:
         self._remove_notes(below=step.number)
 
     def _remove_notes(self, below: int) -> None:
-        """Removes the notes of earlier steps, including notes whose removal a killed bridge did not complete."""
+        """Removes the checkpoint files of earlier steps, including files that a killed bridge left."""
         for path in self._flow.files.checkpoints.iterdir():
             earlier = path.name.isdecimal() and int(path.name) < below
             if earlier and ((path / NOTE_FILE).exists() or all(NOTE_FILE in half.name for half in path.iterdir())):
@@ -311,7 +310,7 @@ class PrimeBridge:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command-line program. Returns the exit status."""
+    """Runs the program with command-line arguments. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m megaflow_hpc.training.bridges.prime_rl",
         description="Send a campaign's rollouts to prime-rl's trainer, and its weights to the campaign's engines.",

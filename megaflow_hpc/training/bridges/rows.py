@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from megaflow_hpc.training.trainer.vision import Vision
 
 UNLIMITED_TOKENS = 2**62
-"""Token limit with which a micro-batch holds the whole minibatch."""
+"""A token limit so high that one micro-batch holds the whole minibatch."""
 
 
 @dataclass(frozen=True)
 class TrainerRow:
-    """One sequence of L tokens, with at least one token to train on. It has the columns of a micro-batch."""
+    """One sequence of L tokens, at least one of which is trained on. It has the columns of a micro-batch."""
 
     rollout: PlannedRollout
     tokens: NDArray[np.int32]
@@ -32,7 +32,7 @@ class TrainerRow:
     advantages: NDArray[np.float32]
     weights: NDArray[np.float32]
     images: tuple[ShownImage, ...] = ()
-    """Images in the sequence, each with its placeholder tokens."""
+    """Images in the sequence, each with the span of its placeholder tokens."""
 
     @property
     def first(self) -> int:
@@ -41,12 +41,13 @@ class TrainerRow:
 
     @property
     def turns(self) -> int:
-        """Number of contiguous runs of tokens to train on."""
+        """Number of turns, counted as runs of consecutive tokens to train on."""
         return int(np.count_nonzero(np.diff(self.mask, prepend=0) == 1))
 
     @property
     def reward(self) -> float:
-        """Reward of the rollout. 0 for an unverified rollout that can be trained on only because it has a penalty."""
+        """Reward of the rollout, or 0 if it has none. A rollout without a reward is trained on only if it has a
+        penalty."""
         return self.rollout.reward or 0.0
 
 

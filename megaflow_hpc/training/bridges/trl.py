@@ -133,7 +133,7 @@ def arguments(flow: Dataflow, output: str | os.PathLike[str], **others: Any) -> 
 
 @dataclass(frozen=True)
 class _Item:
-    """The minibatch of one optimizer step on this rank."""
+    """One rank's share of the minibatch of an optimizer step."""
 
     step: Step
     minibatch: Minibatch
@@ -255,8 +255,8 @@ class DataflowTrainer(GRPOTrainer):
             yield {**rows, **self._given(batch, rows), **self._shares(batch, len(rows["prompt_ids"]), item.minibatch)}
 
     def _shares(self, batch: MicroBatch, rows: int, minibatch: Minibatch) -> dict[str, Any]:
-        """Returns the factors by which TRL's means are scaled. They include the number of ranks, because gradients are
-        averaged over ranks."""
+        """Returns the factors for TRL's means. They include the number of ranks, because gradients are averaged over
+        ranks."""
         ranks, tokens = self.accelerator.num_processes, max(minibatch.tokens, 1)
         by_rollout = self.loss_type in ("grpo", "dr_grpo")  # the other losses divide by ``num_items_in_batch``
         return {
@@ -266,7 +266,7 @@ class DataflowTrainer(GRPOTrainer):
         }
 
     def _add_proximal(self, batch: MicroBatch) -> None:
-        """Computes missing proximal log-probabilities of sequences."""
+        """Computes the proximal log-probabilities of sequences that have none yet."""
         if all(key in self._proximal for key in batch.sequence_keys()):
             return
         rows = self._prepare_inputs(to_rows(batch, vision=self._vision))
@@ -284,7 +284,7 @@ class DataflowTrainer(GRPOTrainer):
             self._proximal[key] = torch.cat([torch.zeros(first), row[: length - first]])
 
     def _given(self, batch: MicroBatch, rows: dict[str, Any]) -> dict[str, Any]:
-        """Returns the proximal log-probabilities and the weighted advantages, shaped like the rows."""
+        """Returns the proximal log-probabilities and the weighted advantages as padded rows."""
         proximal = torch.cat([torch.zeros(0), *(self._proximal[key] for key in batch.sequence_keys())])
         mask = torch.from_numpy(batch.mask).bool()
         own = np.diff(batch.offsets)

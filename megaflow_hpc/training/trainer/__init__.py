@@ -1,5 +1,5 @@
-"""The trainer. It takes steps from the dataflow, updates a policy's weights and publishes them.
+"""Updates a policy's weights from the dataflow's training steps and publishes them.
 
-It writes checkpoints, weight versions and metrics to ``RUN``. It runs in the engine's environment, which has torch and
-transformers, on one rank or on several ranks that share the model.
+The trainer writes checkpoints, weight versions and metrics to the run directory. It runs in the engine's environment,
+which has torch and transformers, on one rank or on several ranks that share the model.
 """

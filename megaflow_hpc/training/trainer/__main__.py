@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from megaflow_hpc.training.dataflow import Dataflow
 
 EXIT_RESTART = 75
-"""Exit status after SIGTERM, which means that the trainer should be started again (EX_TEMPFAIL in sysexits.h)."""
+"""Exit status after SIGTERM. It asks for another start of the trainer (EX_TEMPFAIL in sysexits.h)."""
 EXIT_AMENDED = 76
-"""Exit status of a multi-rank trainer that amended a step. The trainer should be started again immediately."""
+"""Exit status of a trainer on several ranks that amended a step. It asks for another start immediately."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,8 +47,8 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="exit status: 0 all steps are done; 75 stopped by SIGTERM, start it again; 76 one of several ranks "
-        "amended a step, start it again at once; 1 another trainer has taken over, or the run directory fails; 2 the "
-        "campaign or the model is invalid; 69 no pod runs and none is queued",
+        "amended a step, start it again immediately; 1 another trainer has taken over, or the run directory fails; 2 "
+        "the campaign or the model is invalid; 69 no pod runs and none is queued",
     )
     parser.add_argument("run", metavar="RUN", help="run directory, as megaflow-hpc plan printed it")
     parser.add_argument("--policy", help="policy to train; optional if only one is trained")

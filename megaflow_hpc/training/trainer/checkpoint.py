@@ -41,8 +41,8 @@ from megaflow_hpc.training.trainer.optimizer import Optimizer
 
 ABOUT_FILE = "about.json"
 MAX_FILE_BYTES = 2**32
-"""Each rank starts a new file after this many bytes of tensors, counted over all ranks. Limited because a rank holds
-its file in memory twice."""
+"""After this many bytes of tensors, counted over all ranks, each rank starts a new file. A rank holds its file in
+memory twice."""
 _LAYER = re.compile(r".*?\.\d+\.")
 """Matches a parameter's name up to and including the layer number."""
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """True if this rank has finished, successfully or not. If rank 0 has finished successfully, the checkpoint is
+        """True if this rank has finished, with or without success. Once rank 0 has succeeded, the checkpoint is
         durable."""
         return self._writing is None or self._writing.done()
 
@@ -83,7 +83,7 @@ class Saving:
 
 
 def save(folder: Path, step: int, optimizer: Optimizer, ranks: ProcessGroup) -> Saving:
-    """Copies the trainer's state and starts writing it to ``folder/<step>``. All ranks must call it.
+    """Copies the trainer's state and starts to write it to ``folder/<step>``. All ranks must call it.
 
     An existing checkpoint is kept, because it was made from the same plan. Only one checkpoint can be written at a
     time.
@@ -147,10 +147,13 @@ def restore(checkpoint: Path, optimizer: Optimizer, ranks: ProcessGroup) -> int:
             f"{checkpoint}: the checkpoint is incomplete ({error}); remove it, and continue from the previous one"
         ) from None
     ours = _shapes(optimizer)
-    if other := sorted(name for name in ours.keys() | shapes.keys() if ours.get(name) != shapes.get(name)):
+    names = sorted(ours.keys() | shapes.keys())
+    different = [name for name in names if ours.get(name) != shapes.get(name)]
+    if different:
+        first = different[0]
         raise ConfigError(
-            f"{checkpoint}: belongs to another model: {other[0]} has the shape {shapes.get(other[0])} there and "
-            f"{ours.get(other[0])} in {optimizer.policy.source} ({len(other)} differ); train it in a separate run"
+            f"{checkpoint}: belongs to another model: {first} has the shape {shapes.get(first)} there and "
+            f"{ours.get(first)} in {optimizer.policy.source} ({len(different)} differ); train it in a separate run"
         )
     tensors, random = optimizer.tensors(), _random(ranks)
     if about["ranks"] == _kind(ranks):
@@ -174,7 +177,7 @@ def restore(checkpoint: Path, optimizer: Optimizer, ranks: ProcessGroup) -> int:
 
 
 def prune(folder: Path, keep: int, needed: Path | None = None) -> list[int]:
-    """Removes leftovers of dead trainers, and all checkpoints except the ``keep`` newest and ``needed``."""
+    """Removes all checkpoints except the ``keep`` newest and ``needed``. Also removes files that dead trainers left."""
     steps = sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal())
     old = [step for step in steps[:-keep] if needed is None or str(step) != needed.name]
     _remove(folder, old)
@@ -182,7 +185,7 @@ def prune(folder: Path, keep: int, needed: Path | None = None) -> list[int]:
 
 
 def discard(folder: Path, after: int) -> None:
-    """Removes the checkpoints of steps after ``after``. These steps are not committed and may still be amended."""
+    """Removes the checkpoints of steps after ``after``. These steps are not committed, so they may still change."""
     _remove(folder, [int(path.name) for path in folder.glob("[0-9]*") if int(path.name) > after])
 
 
@@ -273,8 +276,11 @@ def export(folder: Path, policy: PolicyModel, ranks: ProcessGroup) -> dict[str, 
 
 
 def _writers(named: list[tuple[str, Any]], ranks: int) -> dict[int, int]:
-    """Assigns each parameter, by its id, to the rank that writes it. Each rank gets whole layers, because transformers
-    may join or split a layer's tensors. The ranks' shares differ by at most one layer."""
+    """Assigns each parameter, by its id, to the rank that writes it.
+
+    Each rank gets whole layers, because transformers may join or split a layer's tensors. The ranks' shares differ by
+    at most one layer.
+    """
     layers: dict[int, str] = {}
     sizes: dict[str, int] = {}
     for name, parameter in named:
@@ -291,7 +297,7 @@ def _writers(named: list[tuple[str, Any]], ranks: int) -> dict[int, int]:
 
 
 def _write_index(folder: Path, files: dict[str, dict[str, Tensor]]) -> None:
-    """Writes the index file, which maps each tensor to its file."""
+    """Writes the index file, which names the file of each tensor."""
     tensors = [tensor for share in files.values() for tensor in share.values()]
     size = sum(math.prod(tensor.shape) * BITS[tensor.dtype] // 8 for tensor in tensors)
     names = {name: file for file, share in files.items() for name in share}
@@ -299,8 +305,8 @@ def _write_index(folder: Path, files: dict[str, dict[str, Tensor]]) -> None:
 
 
 def _on_all(ranks: ProcessGroup, folder: Path, work: Callable[[], T]) -> list[T]:
-    """Runs ``work`` on this rank and returns the results of all ranks. If any rank cannot write, raises SiteError on
-    all ranks."""
+    """Runs ``work`` on this rank and returns the results of all ranks. If one rank cannot write, all ranks raise
+    SiteError."""
     from safetensors import SafetensorError  # type: ignore[import-not-found]
 
     result, error = None, ""
@@ -320,7 +326,8 @@ def _shapes(optimizer: Optimizer) -> dict[str, list[int]]:
 
 
 def _first(error: BaseException) -> BaseException:
-    """Returns the error of the first failed rank that a distributed error lists, or else the error itself."""
+    """Returns the first failed rank's error from an error of torch's distributed checkpoint module. Returns other
+    errors unchanged."""
     failures: dict[int, Any] = getattr(error, "failures", {})
     return next((failure[0] for failure in failures.values()), error)
 
@@ -348,8 +355,8 @@ def _files(tensors: dict[str, Any], ranks: ProcessGroup) -> dict[str, int]:
 
 
 def _settle(staged: Path, target: Path) -> None:
-    """Fsyncs the files and then publishes them with one rename. If two processes race, either may win, because both
-    versions are valid."""
+    """Fsyncs the files and publishes them with one rename. If two processes race, either may win, because both write
+    the same state."""
     fsync_tree(staged)
     try:
         os.rename(staged, target)

@@ -49,7 +49,7 @@ KEPT_AVERAGES = 3
 
 @dataclass(frozen=True)
 class ColumnSequence:
-    """One sequence of L tokens in a step's rollouts."""
+    """A sequence of L tokens from the rollouts of a step."""
 
     rollout: int
     """Index of the rollout in the step."""
@@ -64,16 +64,16 @@ class ColumnSequence:
     logprobs: NDArray[np.float32]
     """The engine's log-probability of each token, shape (L). 0 where the mask is 0."""
     versions: NDArray[np.int32]
-    """Ordinal of the version that sampled each token, shape (L). -1 where the mask is 0."""
+    """Index among the policy's versions of the weights that sampled each token, shape (L). -1 where the mask is 0."""
     advantages: NDArray[np.float32]
     """Advantage of each token, shape (L). 0 where the mask is 0."""
     images: Sequence[ShownImage] = ()
-    """Images in the sequence, each with its placeholder tokens."""
+    """Images in the sequence, each with the span of its placeholder tokens."""
 
 
 class UnusableRollout(MegaflowError):
-    """Raised if rollouts contain an image that cannot be decoded, or were sampled by a version that is no longer
-    stored. ``rollouts`` is the list of their indices in the step."""
+    """Raised if rollouts cannot be trained on. They contain an image that cannot be decoded, or tokens of a version
+    that is no longer stored. ``rollouts`` is the list of their indices in the step."""
 
     def __init__(self, rollouts: Iterable[int], cause: object) -> None:
         super().__init__(cause)
@@ -81,7 +81,7 @@ class UnusableRollout(MegaflowError):
 
 
 class OutOfMemory(MegaflowError):
-    """Raised if a row does not fit into memory.
+    """Raised if a row of tokens does not fit into memory.
 
     Attributes:
         sequences: for each sequence in the row, the index of its rollout in the step.
@@ -94,13 +94,15 @@ class OutOfMemory(MegaflowError):
 
 
 class FrozenModels:
-    """Loads earlier weights of a policy for column functions. The models are sharded, so all ranks must call each
-    method the same number of times.
+    """Loads earlier weights of a policy for column functions.
+
+    The models are sharded, so all ranks must call each method the same number of times. A version is given by its index
+    among the policy's versions.
 
     Attributes:
         base: model directory from which training started.
-        newest: ordinal of the weights at the beginning of the step.
-        versions: ordinals of all versions that sampled tokens of the step, including tokens on other ranks.
+        newest: the version at the beginning of the step.
+        versions: all versions that sampled tokens of the step, including tokens on other ranks.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class FrozenModels:
         self.versions = tuple(sorted(self._sampled))
 
     def folder(self, version: int) -> Path:
-        """Returns the model directory of a version, given its ordinal. 0 is the base model.
+        """Returns the model directory of a version. Version 0 is the base model.
 
         Raises:
             UnusableRollout: the version was removed, but it sampled tokens of the step.
@@ -201,7 +203,7 @@ class FrozenModels:
         return self._flow.files.path / "averages" / f"{decay:g}-{version}"
 
     def _write_averages(self, decay: float) -> None:
-        """Writes the missing averages up to the newest version, continuing from the last stored average."""
+        """Writes the missing averages up to the newest version. Starts from the last stored average."""
         folder = self._average_folder(decay, self.newest).parent
         make_directory(folder)
         for left in folder.glob(".[0-9]*"):
@@ -246,11 +248,11 @@ def columns_of(
     """Returns the columns of a step: by name, the values for each sequence of each rollout. Computes them unless they
     are stored.
 
-    If one rank raises an error, other ranks may be waiting for it. The failed rank must then end them
-    (:meth:`ProcessGroup.end`).
+    If one rank raises an error, other ranks may be waiting for it. The failed rank must then end them with
+    :meth:`ProcessGroup.end`.
 
     Raises:
-        ConfigError: a function failed on this rank, or broke its contract.
+        ConfigError: a function failed on this rank, or returned an invalid result.
         OutOfMemory: a row of this rank does not fit into memory.
         UnusableRollout: rollouts cannot be trained on.
     """

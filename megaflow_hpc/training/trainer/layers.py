@@ -37,7 +37,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Packing:
-    """Lengths and offsets of the sequences in one row."""
+    """Lengths and offsets of the sequences that form one row."""
 
     lengths: tuple[int, ...]
     """Length of each sequence, in the order of the row."""
@@ -182,7 +182,7 @@ class RouterReplay:
         self.shape = (layers, int(per_token), int(count)) if per_token and count else None
 
     def attach(self, causal: Any) -> None:
-        """Patches the model's routers to use :attr:`experts`."""
+        """Patches the model's routers so that they use :attr:`experts`."""
         for name, module in causal.named_modules():
             layer = re.search(r"\blayers\.(\d+)\.", name)
             if type(module).__name__.endswith("TopKRouter") and layer:
@@ -221,8 +221,8 @@ class RouterReplay:
 
 
 class _Chosen(TorchFunctionMode):
-    """Replaces the indices that ``torch.topk`` returns with the given experts (T, k), except where these are
-    negative."""
+    """Replaces the indices that ``torch.topk`` returns with the given experts (T, k). Keeps the indices where the
+    expert is negative."""
 
     def __init__(self, experts: Any) -> None:
         super().__init__()

@@ -57,11 +57,11 @@ MAX_NOT_FINITE = 3
 """Training stops after this many consecutive steps with a non-finite gradient."""
 
 Proximal = dict[tuple[int, int], np.ndarray[Any, Any]]
-"""Maps (index of the rollout in the step, index of the sequence in the rollout) to the sequence's log-probabilities."""
+"""Log-probabilities of each sequence, by (index of the rollout in the step, index of the sequence in the rollout)."""
 
 
 class TrainingStopped(Exception):
-    """Raised if the trainer is stopped while waiting for rollouts."""
+    """Raised if the training loop is stopped while it waits for rollouts."""
 
 
 class StepAmended(Exception):
@@ -74,7 +74,7 @@ class TrainingLoop:
     Args:
         flow: the dataflow of this rank.
         ranks: all ranks.
-        read: creates and shards the model. Default: as :func:`~.model.load` does.
+        read: creates and shards the model. Default: :func:`~.model.load` does it.
 
     Attributes:
         stopping: set to true to stop after the current step. :meth:`stop` also interrupts waiting for rollouts.
@@ -124,14 +124,14 @@ class TrainingLoop:
         self.stopping = self._waiting = False
         self._compared = self._updated = False
         self._saving: checkpoint.Saving | None = None
-        """Checkpoint that is being written and has not been added to its step's commit yet."""
+        """The checkpoint that is being written. Its step's commit does not name it yet."""
         self._not_finite = 0
-        """Number of consecutive steps without any update because no gradient was finite."""
+        """Number of consecutive steps that updated nothing because no gradient was finite."""
         self._moved = False
         """True if the current step has changed the weights."""
 
     def stop(self, *_: object) -> None:
-        """Stops the training. Usable as a signal handler."""
+        """Stops the training. Can be used as a signal handler."""
         self.stopping = True
         if self._waiting:
             raise TrainingStopped
@@ -253,8 +253,8 @@ class TrainingLoop:
     def _train_amended(self, step: Step, clock: StageClock) -> tuple[Step, dict[str, float]]:
         """Trains a step. If a rollout is unusable or does not fit into memory, amends the step and trains it again.
 
-        If the failed attempt made no update, the step starts again immediately. Otherwise, training restarts. Training
-        also restarts if there are several ranks, because the other ranks are waiting in collective operations.
+        If the failed attempt made no update, the step starts again immediately. Otherwise, training restarts. With
+        several ranks, training always restarts, because the other ranks are waiting in collective operations.
         """
         while True:
             self._updated = False
@@ -291,7 +291,7 @@ class TrainingLoop:
 
     @contextlib.contextmanager
     def _fitting(self, batch: MicroBatch) -> Iterator[None]:
-        """Converts torch's out-of-memory errors, on GPUs and CPUs, to :class:`OutOfMemory`."""
+        """Converts torch's out-of-memory errors on GPUs and CPUs to :class:`OutOfMemory`."""
         try:
             yield
         except (MemoryError, RuntimeError) as error:
@@ -301,8 +301,8 @@ class TrainingLoop:
 
     @contextlib.contextmanager
     def _whole_update(self) -> Iterator[None]:
-        """Ends the training if memory runs out during an optimizer step, because some parameters may already be
-        updated.
+        """Ends the training if memory runs out during an optimizer step, because some parameters may have changed
+        already.
 
         Shorter rows would not help, so the step is not amended. The next start continues from the last checkpoint. If
         even the first step does not fit, a configuration error is raised.
@@ -406,7 +406,7 @@ class TrainingLoop:
     def _update(
         self, step: Step, minibatch: Minibatch, proximal: Proximal | None, clock: StageClock
     ) -> tuple[WeightedMean, float, float]:
-        """Takes one optimizer step, unless a gradient is not finite. Returns the token statistics of all ranks, the
+        """Makes one optimizer step, unless a gradient is not finite. Returns the token statistics of all ranks, the
         gradient norm and the learning rate."""
         packed = self._packed(minibatch)
         limit = math.inf
@@ -453,19 +453,20 @@ class TrainingLoop:
         return rate
 
     def _packed(self, minibatch: Minibatch) -> Iterator[MicroBatch]:
-        """Yields the micro-batches. Omits sequences that cannot contribute a gradient."""
+        """Yields the micro-batches of a minibatch. Omits sequences that cannot contribute a gradient."""
         return minibatch.microbatches(self.flow.settings.microbatch, skip_zero=not self.loss.needs_all_tokens)
 
     def _row(self, batch: MicroBatch) -> tuple[Any, ...]:
-        """Returns the policy's inputs for a micro-batch. An empty micro-batch becomes a single token to ignore."""
-        if len(batch.tokens) and (largest := int(batch.tokens.max())) >= self.policy.words:
+        """Returns the model's inputs for a micro-batch. An empty micro-batch becomes a single token to ignore."""
+        if not len(batch.tokens):
+            return row_of([], self.policy)
+        largest = int(batch.tokens.max())
+        if largest >= self.policy.words:
             raise ConfigError(
                 f"{self.policy.source}: has {self.policy.words} tokens, but rollouts of {self.flow.run} hold token "
                 f"{largest}: they come from a model with another tokenizer; no step was taken"
             )
         device = self.ranks.device
-        if not len(batch.tokens):
-            return row_of([], self.policy)
         if batch.images or self.policy.vision is not None:
             return self._row_with_images(batch)
         tokens, positions = (torch.from_numpy(a).to(device, torch.int64) for a in (batch.tokens, batch.positions))
@@ -474,7 +475,7 @@ class TrainingLoop:
         return tokens, positions, batch.offsets.tolist(), where, experts
 
     def _row_with_images(self, batch: MicroBatch) -> tuple[Any, ...]:
-        """Returns the inputs for a row with images, or raises an error if the model takes text only."""
+        """Returns the model's inputs for a row with images. Raises an error if the model takes text only."""
         if batch.experts is not None:
             raise ConfigError(
                 f"{self.policy.source}: routed experts cannot be replayed in an image-text model; leave "
@@ -507,7 +508,7 @@ class TrainingLoop:
         )
 
     def _stored_proximal(self, batch: MicroBatch, proximal: Proximal | None) -> Any:
-        """Returns the precomputed proximal log-probabilities (T) of a micro-batch."""
+        """Returns the precomputed proximal log-probabilities (T) of a micro-batch's tokens."""
         assert proximal is not None
         parts = [torch.from_numpy(proximal[key]) for key, _ in _sequences(batch)]
         return torch.cat(parts) if parts else torch.zeros(1)

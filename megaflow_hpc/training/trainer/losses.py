@@ -45,20 +45,20 @@ Tensor = Any
 Kind = Literal["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "m2po", "rloo"]
 Level = Literal["none", "token", "sequence"]
 Statistics = dict[str, Tensor]
-"""Float64 scalars by name: maxima over tokens for names in :data:`MAXIMA`, otherwise sums over tokens."""
+"""Statistics by name, as float64 scalars. Names in :data:`MAXIMA` are maxima over tokens, all others are sums."""
 
 MAXIMA = {"mismatch_max", "log_ratio_max"}
 """Names of the statistics that are maxima instead of sums."""
 OWN = "loss/"
 """Name prefix of the statistics that a user's loss returns."""
 MAX_LOG_RATIO = math.log(20)
-"""M2PO always masks a token whose absolute log ratio exceeds this value, i.e. whose ratio is below 1/20 or above 20.
-AstraFlow has similar bounds (343e808, ``_calculate_m2po_clip_range``). The limit also keeps metrics finite."""
+"""M2PO always masks a token whose ratio is below 1/20 or above 20. AstraFlow has similar bounds (343e808,
+``_calculate_m2po_clip_range``). The limit also keeps metrics finite."""
 
 
 class Totals(Protocol):
-    """Denominators of a loss: totals over all micro-batches and ranks of a minibatch. They include rollouts without an
-    advantage, which micro-batches may omit."""
+    """Denominators of a loss, counted over all micro-batches and ranks of a minibatch. They include rollouts without an
+    advantage, although micro-batches may omit these."""
 
     tokens: int
     """Number of tokens to train on."""
@@ -77,8 +77,7 @@ class Tokens:
     mask: Tensor
     """True for tokens to train on: bool (T)."""
     proximal: Tensor
-    """Proximal log-probabilities, float (T). In this column and the following ones, values for masked tokens are
-    arbitrary."""
+    """Proximal log-probabilities, float (T). Masked tokens have arbitrary values, here and in the columns below."""
     engine: Tensor
     """The engine's log-probabilities, float (T). NaN if not sampled."""
     advantages: Tensor
@@ -90,7 +89,7 @@ class Tokens:
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """Extra values for each token by column name, each float (T)."""
     importance: Tensor = None
-    """Importance weight of each token, float (T). Set only for loss functions."""
+    """Importance weight of each token, float (T). Set only for a user's loss function."""
 
 
 LossFunction = Callable[[Tensor, Tensor, Tokens, Totals], tuple[Tensor, Mapping[str, Tensor]]]
@@ -134,12 +133,12 @@ class Loss:
     clip: tuple[float, float] = (0.2, 0.2)
     """Clip range of the ratio: distances below and above 1."""
     entropy: float = 0.0
-    """Coefficient of the entropy bonus, i.e. of the mean entropy over tokens."""
+    """Coefficient of the entropy bonus, which is the mean entropy over tokens."""
     importance: Level | ImportanceFunction = "token"
-    """Level of the importance weights (proximal / engine): one weight per token, or their product over each
-    sequence."""
+    """Level of the importance weights (proximal / engine). ``token`` weights each token, ``sequence`` uses the product
+    over each sequence."""
     truncate: float = 2.0
-    """Maximum of importance weights per token or sequence."""
+    """Upper bound on importance weights, per token or per sequence."""
     length: int | None = None
     """Dr.GRPO's constant denominator per rollout, in tokens. Required for ``dr_grpo`` only."""
 
@@ -152,7 +151,7 @@ class Loss:
 
     @property
     def needs_all_tokens(self) -> bool:
-        """True if tokens without an advantage may have a gradient."""
+        """True if tokens without an advantage may have a gradient as well."""
         return callable(self.kind) or self.entropy > 0
 
 
@@ -165,12 +164,12 @@ def policy_loss(
         loss: kind and bounds of the loss.
         new: float (T), log-probabilities, with gradient.
         entropies: float (T), entropy of the distribution of each token. It has a gradient if there is an entropy bonus.
-            batch: the micro-batch, which may be empty.
+        batch: the micro-batch, which may be empty.
         totals: totals of the minibatch.
         limit: M2PO's bound on |log new − log engine|, from :func:`second_moment_limit`.
 
     Raises:
-        ConfigError: a user's function broke its contract.
+        ConfigError: a user's function returned an invalid result.
     """
     # Zero masked values before use, because NaN times 0 is NaN, also in the backward pass.
     mask = batch.mask
@@ -200,13 +199,13 @@ def policy_loss(
 
 
 def mean_over_tokens(totals: Totals) -> float:
-    """Returns the factor for each token in a mean over all tokens of the minibatch."""
+    """Returns the factor for each token with which a sum becomes the mean over all tokens of the minibatch."""
     return 1 / max(totals.tokens, 1)
 
 
 def mean_over_rollouts(batch: Tokens, totals: Totals) -> Tensor:
-    """Returns the factor for each token, float (T), in a mean over the tokens of each rollout and then over
-    rollouts."""
+    """Returns factors, float (T), with which a sum over tokens becomes a mean over rollouts. Each rollout counts with
+    the mean over its tokens."""
     factors = 1 / (batch.rollout_tokens.clamp(min=1).to(batch.proximal.dtype) * max(totals.samples, 1))
     return _spread(factors, batch.offsets)
 
@@ -239,13 +238,13 @@ def importance_weights(loss: Loss, batch: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def second_moment_limit(batches: Iterable[Tokens], threshold: float) -> float:
-    """Returns M2PO's limit. Tokens with at least this absolute log ratio are masked, so that the mean square over the
-    other tokens is below ``threshold``.
+    """Returns M2PO's limit on the absolute log ratio of tokens.
 
-    The ratios are proximal over engine. They are known before the first gradient, so one limit applies to the whole
+    Tokens that reach the limit are masked, so that the mean square over the other tokens is below ``threshold``. The
+    ratios are proximal over engine. They are known before the first gradient, so one limit applies to the whole
     minibatch, no matter how the minibatch is divided. AReaL computes a limit for each part (00d07c0,
-    ``_apply_m2po_masking``). As in the authors' code (Infini-AI-Lab/M2PO, 4514ce2), the limit takes only tokens into
-    account whose ratio has moved towards PPO's clip.
+    ``_apply_m2po_masking``). As in the authors' code (Infini-AI-Lab/M2PO, 4514ce2), the limit considers only tokens
+    whose ratio has moved towards PPO's clip.
 
     Args:
         batches: all micro-batches of the minibatch on all ranks.
@@ -346,7 +345,7 @@ def _spread(values: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _zeroed(mask: Tensor, values: Tensor) -> Tensor:
-    """Returns a copy of values with 0 for masked tokens."""
+    """Returns a copy of the values in which masked tokens have 0."""
     return torch.where(mask, values, torch.zeros_like(values))
 
 
@@ -394,7 +393,7 @@ def surrogate(
 
 
 def _averaging(loss: Loss, batch: Tokens, totals: Totals) -> Tensor | float:
-    """Returns the factor for each token in the average that the kind of loss uses, as a scalar or of shape (T)."""
+    """Returns the factor for each token that the kind of loss uses for averaging, as a scalar or of shape (T)."""
     match loss.kind:
         case "grpo" | "gspo":
             return mean_over_rollouts(batch, totals)

@@ -1,4 +1,4 @@
-"""Collects the metrics of a step: seconds per stage and token statistics."""
+"""Collects the metrics of a training step: seconds per stage, and statistics of tokens."""
 
 from __future__ import annotations
 

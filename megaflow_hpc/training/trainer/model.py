@@ -58,15 +58,16 @@ COLLECTIVE_TIMEOUT_S = 3600.0
 """Maximum seconds that a rank waits for other ranks. torch's default of 10 minutes is too short for writing large
 versions."""
 END_KEY = "megaflow.end"
-"""Key in torch's store for the exit status of all ranks. It is set when a rank cannot continue."""
+"""Key in torch's store that makes all ranks end. Its value is their exit status. A rank that cannot continue sets
+it."""
 END_POLL_S = 1.0
 """Seconds between polls for :data:`END_KEY`."""
 AGREE_POLL_S = 0.02
-"""Seconds between polls for a value of rank 0."""
+"""Seconds between polls for a value that rank 0 broadcasts."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_PACKING_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.15}
-"""Maximum mean difference of log-probabilities between packed and single sequences. The limit for bfloat16 is large
-because bfloat16 rounds logits around 16 by 0.06."""
+"""Maximum mean difference of log-probabilities between packed and single sequences, by dtype. bfloat16 rounds logits
+around 16 by 0.06, so its limit is large."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,7 @@ class ProcessGroup:
     count: int = 1
     device: Any = torch.device("cpu")  # noqa: RUF009
     background: Any = None
-    """A torch process group of the same ranks that works on CPUs, for background threads. ``None`` for a single
-    process."""
+    """torch process group of the same ranks on CPUs, for background threads. ``None`` for a single process."""
     watch: EndWatch | None = None
     """Ends this process when another rank has ended. ``None`` for a single process."""
 
@@ -117,8 +117,7 @@ class ProcessGroup:
         _exit(status if self.watch is None else self.watch.tell(status))
 
     def leave(self) -> None:
-        """Waits for all ranks and then leaves the group. A rank that exits without this call would bring down the other
-        ranks."""
+        """Waits for all ranks and then leaves the group. If a rank exits without this call, the other ranks fail."""
         if self.count > 1:
             dist.barrier()
             if self.watch is not None:
@@ -148,7 +147,7 @@ class EndWatch(threading.Thread):
                 return
 
     def tell(self, status: int) -> int:
-        """Makes all ranks end. Returns their exit status, which the first failing rank determines."""
+        """Makes all ranks end. Returns their common exit status, which the first failing rank determines."""
         try:
             return int(self._store.compare_set(END_KEY, "", str(status)))
         except RuntimeError:  # as above
@@ -329,7 +328,7 @@ class PolicyModel(torch.nn.Module):
             offsets: (S + 1), start of each sequence.
             where: int64 (N), indices of the target tokens. The first token of a sequence cannot be a target.
             experts: int16 (T, layers, experts per token), experts that the routers must use. -1 lets the router choose.
-                pixels: the model's inputs for the row's images, and ``input_ids`` (T), in which placeholders mark the
+            pixels: the model's inputs for the row's images, and ``input_ids`` (T), in which placeholders mark the
                 images.
         """
         lengths = [end - begin for begin, end in pairwise(offsets)]
@@ -393,8 +392,8 @@ class PolicyModel(torch.nn.Module):
         return ((name, p) for name, p in self.named_parameters() if p.requires_grad)
 
     def shares(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Converts ``tensors``, which are named and sharded like the parameters, to shares of unsharded tensors,
-        without copying."""
+        """Returns this rank's shares of unsharded tensors, without copying. ``tensors`` are named and sharded like the
+        parameters."""
         return dict(tensors)
 
     def logprobs_alone(self, tokens: Any, **given: Any) -> Any:
@@ -569,7 +568,8 @@ def _freeze_vision(policy: PolicyModel) -> None:
 
 @torch.no_grad()
 def _copy(causal: Any) -> None:
-    """Copies parameters that are memory-mapped from the model's files, because another process may replace a file."""
+    """Copies parameters into memory that are mapped from the model's files, because another process may replace a
+    file."""
     copies: dict[int, Any] = {}
     for module in causal.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -579,8 +579,8 @@ def _copy(causal: Any) -> None:
 
 
 def _row(policy: PolicyModel) -> list[RowPart]:
-    """Returns short sequences that fit the model's vocabulary. All tokens except the first of each sequence are
-    targets."""
+    """Returns a row of short sequences that fit the model's vocabulary. All tokens except the first of each sequence
+    are targets."""
     tokens = np.arange(1, 15) * 7 % policy.words
     parts: list[RowPart] = [(part, np.arange(1, len(part)), ()) for part in np.split(tokens, [5, 6])]
     if policy.vision is not None:
@@ -590,9 +590,11 @@ def _row(policy: PolicyModel) -> list[RowPart]:
 
 @torch.no_grad()
 def _alone(policy: PolicyModel) -> Any:
-    """Returns the log-probabilities of the tokens in :func:`_row`. Runs each sequence separately through the model's
-    own forward method and head. If there are several ranks, only one layer is gathered at a time, never the whole
-    model."""
+    """Returns the log-probabilities of the tokens in :func:`_row`, with each sequence run separately.
+
+    Uses the model's own forward method and head. With several ranks, only one layer is gathered at a time, never the
+    whole model.
+    """
     policy.eval()
     logprobs = []
     for part in _row(policy):
@@ -606,8 +608,10 @@ def _alone(policy: PolicyModel) -> Any:
 
 
 def _check_positions(source: Path, causal: Any) -> None:
-    """Rejects models in which a token's treatment depends on the longest sequence of its row, or on chunk boundaries in
-    the row. The sequences in :func:`_check_packing` are too short to detect this."""
+    """Rejects models in which a token's result depends on the longest sequence of its row, or on the borders of chunks.
+
+    The sequences in :func:`_check_packing` are too short to detect this.
+    """
     config = causal.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, Mapping)]
@@ -660,8 +664,8 @@ def _with_lora(causal: Any, rank: int) -> Any:
 
 @contextmanager
 def _whole_shapes(causal: Any) -> Iterator[None]:
-    """Temporarily replaces sharded parameters with placeholders that have the unsharded shapes, from which peft derives
-    the shapes of adapters."""
+    """Temporarily replaces sharded parameters with placeholders of the unsharded shapes, because peft derives the
+    shapes of adapters from them."""
     divided = [
         (module, name, parameter)
         for module in causal.modules()

@@ -20,8 +20,8 @@ from megaflow_hpc.training.trainer.model import PolicyModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""Options of ``mallopt`` (malloc.h): size of the free heap above which malloc returns memory to the kernel, and maximum
-number of memory-mapped blocks."""
+"""Options of ``mallopt`` (malloc.h). The first is the size of the free heap above which malloc returns memory to the
+kernel. The second is the maximum number of memory-mapped blocks."""
 
 
 class Optimizer:
@@ -101,7 +101,7 @@ class Optimizer:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Sums the gradients of adapters over all ranks. For the parameters that FSDP shards, FSDP sums the gradients.
+        """Sums the gradients of adapters over all ranks. FSDP sums the gradients of the parameters that it shards.
 
         :meth:`step` calls this method. Further calls before the next step do nothing.
         """
@@ -138,9 +138,11 @@ class Optimizer:
         self.policy.to(device)
         if not self._offload:
             torch.nn.ParameterList(master for _, master in self._rounded).to(device)  # in place
+            names = [*MOMENTS, "step"] if self._fused else MOMENTS
             for master in self.masters.values():
                 state = self._state(master)
-                state.update({name: state[name].to(device) for name in (*MOMENTS, *(["step"] if self._fused else []))})
+                for name in names:
+                    state[name] = state[name].to(device)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -169,7 +171,8 @@ class Optimizer:
         return {f"{kind}.{name}": shares[kind][name] for name in self.masters for kind in shares}
 
     def _state(self, master: Any) -> dict[str, Any]:
-        """Returns AdamW's state for a parameter. Before the first step, creates the state as AdamW would."""
+        """Returns AdamW's state for a master parameter. Before the first step, it creates the same state as AdamW
+        would."""
         state: dict[str, Any] = self.adamw.state[master]
         if not state:
             state.update(

@@ -1,9 +1,9 @@
-"""Checks that the user functions in a section ``training`` fulfil their contracts, by calling them on small examples.
+"""Checks user functions in a section ``training`` by calling them on small examples.
 
 Planning runs :func:`main` in the trainer's interpreter. It reads ``{"training": {…}, "team": {…}, "beside": DIR}`` as
-JSON on standard input and writes ``{"errors": {KEY: [ERROR, LACKS]}, "digests": {…}, "code": [NAME…]}``.
-``LACKS`` is true if a library is missing. The functions' own output goes to standard error. A trainer calls
-:func:`check` before its first step.
+JSON on standard input and writes ``{"errors": {KEY: [ERROR, LACKS]}, "digests": {…}, "code": [NAME…]}``. ``LACKS`` is
+true if a library is missing. The functions' own output goes to standard error. A trainer calls :func:`check` before its
+first step.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from megaflow_hpc.types import Rollout
 
 
 def check(training: TrainingConfig, team: TeamConfig | None = None) -> None:
-    """Calls every user function on an example. If there is a team, the example's samples have roles.
+    """Calls every user function on an example. In a team, the example's samples have roles.
 
     Raises:
-        Mistakes: a function cannot be imported or called, or breaks its contract.
+        Mistakes: a function cannot be imported or called, or its result is invalid.
     """
     if failures := failed(training, team):
         raise Mistakes([f"training: {key}: {error}" for key, (error, _) in failures.items()])
 
 
 def failed(training: TrainingConfig, team: TeamConfig | None = None) -> dict[str, tuple[str, bool]]:
-    """Maps the key of each function that fails to its error, and whether the cause is a missing library."""
+    """Returns the error of each failing function by its key, and whether a missing library is the cause."""
     failures = {}
     for key, method in methods_of(training).items():
         try:
@@ -171,7 +171,7 @@ def _try_loss(loss: Any, method: Method, policy: PolicyTraining) -> None:
 
 
 class Example:
-    """Totals of the example minibatch on which losses are tried."""
+    """Token and rollout counts of the example minibatch with which losses are tried."""
 
     tokens, sequences, samples = 5, 2, 2
 
@@ -186,7 +186,7 @@ def _column(method: Method, policy: PolicyTraining, roles: RoleRewards) -> None:
 
 
 OF_VERSIONS = {f"megaflow_hpc.training.trainer.recipes:{name}" for name in ("average", "old")}
-"""This package's column functions that load earlier versions of the weights."""
+"""Column functions of this package that load earlier versions of the weights."""
 
 OF_POLICY: dict[str, Callable[[Method, PolicyTraining, RoleRewards], None]] = {
     "advantage": _advantage,
@@ -196,7 +196,7 @@ OF_POLICY: dict[str, Callable[[Method, PolicyTraining, RoleRewards], None]] = {
     "importance": _importance,
     "columns": _column,
 }
-"""Maps the first part of a user function's key in a policy's settings to the function that checks it."""
+"""Functions that check a user function, by the first part of its key in a policy's settings."""
 
 
 def scheduled(method: Method, step: int, steps: int, lr: float, metrics: dict[str, float]) -> float:
@@ -245,7 +245,7 @@ def _sample(task: str, index: int, reward: float, roles: RoleRewards) -> Sample:
 
 
 def main() -> None:
-    """Processes the request on standard input."""
+    """Reads the request on standard input and writes the response to standard output."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     question = json.load(sys.stdin)

@@ -98,8 +98,8 @@ def distill(
 ) -> tuple[Any, dict[str, Any]]:
     """Computes the loss of on-policy distillation: −r A, averaged over tokens, with A = log teacher − log proximal.
 
-    Its gradient equals the gradient of the reverse KL(policy, teacher) at each sampled token. Rewards are not used
-    (Agarwal et al. 2024, GKD, arXiv 2306.13649; Lu et al. 2025, On-Policy Distillation, thinkingmachines.ai).
+    Its gradient equals the gradient of the reverse KL(policy, teacher) at each sampled token. Rewards are ignored. See
+    Agarwal et al. 2024, GKD, arXiv 2306.13649, and Lu et al. 2025, On-Policy Distillation, thinkingmachines.ai.
     """
     log_ratio = torch.where(batch.mask, batch.columns[column] - batch.proximal, torch.zeros_like(new))
     ratio = (new - batch.proximal).exp()
@@ -115,13 +115,12 @@ def likelihood(new: Any, entropies: Any, batch: Tokens, totals: Totals) -> tuple
 def dpo(
     new: Any, entropies: Any, batch: Tokens, totals: Totals, beta: float = 0.1, column: str = "pairs"
 ) -> tuple[Any, dict[str, Any]]:
-    """Computes the DPO loss (Rafailov et al. 2023, arXiv 2305.18290, equation 7), to be used with the advantage
-    ``pairs``.
+    """Computes the DPO loss (Rafailov et al. 2023, arXiv 2305.18290, equation 7). Requires the advantage ``pairs``.
 
-    Its gradient is −``beta`` σ(−``beta`` m) (∇ log p(best) − ∇ log p(worst)), where the margin m measures how much more
-    the policy prefers the best rollout than the reference does. m is the column :func:`pairs`. It is computed before
-    the step, so the gradient is exact only if a step is a single update. The loss is divided by the number of rollouts
-    with tokens to train on.
+    Its gradient is −``beta`` σ(−``beta`` m) (∇ log p(best) − ∇ log p(worst)). The margin m measures how much more the
+    policy prefers the best rollout than the reference does. m is the column :func:`pairs`. It is computed before the
+    step, so the gradient is exact only if a step is a single update. The loss is divided by the number of rollouts with
+    tokens to train on.
     """
     slope = beta * torch.sigmoid(-beta * batch.columns[column]) * batch.advantages * batch.weights
     paired = (batch.advantages != 0) & batch.mask
@@ -156,7 +155,7 @@ def _weighted(fields: dict[str, Any], new: Any, batch: Tokens, totals: Totals) -
 
 
 def truncated(batch: Tokens, most: float = 2.0, level: Level = "token") -> Any:
-    """Gives each token or sequence (``level``) the importance weight of the same kind, but at most ``most``."""
+    """Returns the built-in importance weights of each token or sequence (``level``), but at most ``most``."""
     return importance_weights(Loss("dapo", importance=level, truncate=most), batch)[0]
 
 
@@ -170,7 +169,7 @@ def icepop(batch: Tokens, low: float = 0.5, high: float = 5.0) -> Any:
 
 
 def geometric(batch: Tokens, most: float = 2.0) -> Any:
-    """Gives each sequence one weight: the geometric mean of its tokens' proximal / engine, at most ``most``.
+    """Returns one weight for each sequence: the geometric mean of its tokens' proximal / engine, at most ``most``.
 
     Unlike the product of the ratios, this weight does not grow with the length of the sequence. GSPO's ratio uses the
     same mean (arXiv 2507.18071, equation 7).

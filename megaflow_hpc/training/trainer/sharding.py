@@ -26,8 +26,8 @@ from megaflow_hpc.training.layout import Layout
 PARTIAL_NORM = "replicated_with_grad_allreduce"
 """transformers' parallel style for weights that every rank holds in full but applies only to its own heads."""
 COLUMNS, ROWS, WHOLE = "colwise", "rowwise", ""
-"""transformers' parallel styles for linear layers with divided outputs or divided inputs, and an empty style for layers
-that every rank computes in full."""
+"""transformers' parallel styles of linear layers. The first divides outputs, the second divides inputs. The empty style
+marks layers that every rank computes in full."""
 PACKED = ("packed_colwise", "packed_rowwise")
 """transformers' parallel styles for parameters that contain several matrices. A rank's share is not contiguous, so
 checkpoints cannot be read with another layout."""
@@ -243,7 +243,7 @@ def divide_adapters(causal: Any) -> None:
 
 
 def _shares_of(style: str, down: Any, up: Any, group: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """Returns the forward functions of an adapter's two matrices on this rank."""
+    """Returns this rank's versions of the functions that apply an adapter's two matrices."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
 
     def local_part(matrix: Any, dimension: int) -> Any:
@@ -274,8 +274,8 @@ class ScaleGradient(torch.autograd.Function):
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Sums tensors over all ranks of a group. Passes the gradient back unchanged, because every rank derives the same
-    loss from the sum."""
+    """Sums tensors over all ranks of a group. The backward pass returns the gradient unchanged, because every rank
+    derives the same loss from the sum."""
 
     @staticmethod
     def forward(context: Any, part: Any, group: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Images in the trainer: pixel inputs and token positions for an image-text model's sequences with images.
+"""Computes the pixel inputs and token positions of images for an image-text model in the trainer.
 
 A rollout's record contains each image file and the span of placeholder tokens that the image replaced in the engine.
 The image processor in the model directory converts the file to pixels in the same way as the engine did, so trainer and
@@ -34,10 +34,10 @@ from megaflow_hpc.training.microbatch import ShownImage
 from megaflow_hpc.trajectory import Image, ImageSpan
 
 GRID = "image_grid_thw"
-"""Model input with the number of patches in each image: frames, rows and columns."""
+"""Name of the model input that gives each image's number of patches as frames, rows and columns."""
 MAX_CACHED_BYTES = 2**29
-"""Maximum size of the cache of processed images, in bytes. A step reads each image several times: in each epoch, and
-for each sequence that contains it."""
+"""Maximum size in bytes of the cache of processed images. A step reads an image in each epoch and for each sequence
+that contains it."""
 
 
 class BadImage(ConfigError):
@@ -55,11 +55,11 @@ class NoVision(ConfigError):
 
 
 class Vision:
-    """Makes the inputs of one image-text model. Created by :meth:`read`.
+    """Computes the inputs of one image-text model. Created by :meth:`read`.
 
     Attributes:
         placeholder: id of the token that stands for a part of an image.
-        options: options of the image processor that differ from its files, as in vLLM's ``mm-processor-kwargs``.
+        options: options that replace those of the model's image processor, as in vLLM's ``mm-processor-kwargs``.
     """
 
     def __init__(self, source: Path, processor: Any, placeholder: int) -> None:
@@ -95,7 +95,7 @@ class Vision:
         return cls(source, processor, int(placeholder))
 
     def attach(self, causal: Any) -> None:
-        """Uses this model to compute positions. By default, a model without weights is created for that."""
+        """Computes positions with this model. Otherwise, a model without weights is created to compute them."""
         self._model = causal
         for module in causal.modules():
             if type(module).__name__ == "PaddleOCRVisionEmbeddings":  # as in vLLM 0.32, unlike transformers 5.19
@@ -197,8 +197,8 @@ class Vision:
         return rope_index(input_ids=ids, mm_token_type_ids=kinds, **{GRID: grids})[0][:, 0]
 
     def marked(self, tokens: Any, sequences: Sequence[Sequence[ShownImage]], offsets: Sequence[int]) -> Any:
-        """Returns a row's token ids (T), in which only images have placeholders. Replaces any other placeholder with 0,
-        because the model would insert an image there."""
+        """Returns a row's token ids (T), with placeholders only for images. Other placeholders become 0, because the
+        model would insert an image there."""
         shown = torch.zeros(len(tokens), dtype=torch.bool)
         for begin, images in zip(offsets, sequences, strict=False):
             for span, _ in images:
@@ -223,12 +223,12 @@ class Vision:
         return sequences
 
     def blank(self) -> dict[str, Any]:
-        """Returns the pixel inputs for a small image."""
+        """Returns the pixel inputs for a small generated image."""
         return dict(self._pixels(_drawn(1, 1)))
 
 
 def kinds_of(length: int, shown: Sequence[ShownImage]) -> NDArray[np.int32]:
-    """Returns 1 for each image token of a sequence and 0 for all others (``mm_token_type_ids``)."""
+    """Returns ``mm_token_type_ids``: 1 for each image token of a sequence and 0 for all others."""
     kinds = np.zeros(length, np.int32)
     for span, _ in shown:
         kinds[span.start : span.end] = 1
@@ -290,7 +290,7 @@ def decoded(image: Image) -> Any:
 
 @contextmanager
 def embedding(causal: Any, tokens: Any) -> Iterator[None]:
-    """Makes a model embed these token ids (1, T) regardless of the ids with which it is called."""
+    """Makes a model embed these token ids (1, T), whatever ids it is called with."""
     hook = causal.get_input_embeddings().register_forward_pre_hook(lambda module, given: (tokens,))
     try:
         yield
@@ -304,10 +304,12 @@ def processor_options(args: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         ConfigError: the options are not a mapping.
     """
-    given = next((value for name, value in args.items() if name.replace("_", "-") == "mm-processor-kwargs"), None) or {}
+    by_option = {name.replace("_", "-"): value for name, value in args.items()}
+    given = by_option.get("mm-processor-kwargs") or {}
     try:
-        options = json.loads(given) if isinstance(given, str) else given
-        return {**options.get("images_kwargs", {}), **{k: v for k, v in options.items() if k != "images_kwargs"}}
+        options = {**(json.loads(given) if isinstance(given, str) else given)}
+        of_images = options.pop("images_kwargs", {})
+        return {**of_images, **options}
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"mm-processor-kwargs: {given!r}: expected a mapping ({error})") from None
 
@@ -321,8 +323,10 @@ def takes_images(source: Path) -> bool:
 
 
 def vision_parameters(causal: Any) -> list[tuple[str, Any]]:
-    """Returns the parameters that precede the language model, i.e. the vision tower's and its projection's."""
-    language = {id(p) for module in (causal.get_decoder(), causal.get_output_embeddings()) for p in module.parameters()}
+    """Returns the parameters of the vision tower and its projection, which precede the language model."""
+    language: set[int] = set()
+    for module in (causal.get_decoder(), causal.get_output_embeddings()):
+        language.update(map(id, module.parameters()))
     return [(name, p) for name, p in causal.named_parameters() if id(p) not in language]
 
 

@@ -32,9 +32,9 @@ from megaflow_hpc.training.microbatch import ShownImage
 from megaflow_hpc.trajectory import Image, ImageSpan, image_parts
 
 WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
-"""File name endings of weight files. All other files are copied from MODEL."""
+"""File name endings of weight files. All other files are copied from the base model."""
 Example = tuple[list[int], list[int], list[ShownImage]]
-"""A conversation's tokens, the indices of the tokens that the assistant wrote, and the images."""
+"""Token ids of a conversation, the indices of the tokens that the assistant wrote, and the images."""
 
 
 def main(argv: list[str] | None = None) -> int:

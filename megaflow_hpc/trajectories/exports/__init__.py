@@ -25,9 +25,9 @@ from megaflow_hpc.trajectories.reading.store import Row, TrajectoryStore
 FORMATS = ("jsonl", "parquet", "verl", "areal", "atif", "preds", "harbor", "inspect", "traces")
 
 GROUP_TOKENS = 1 << 20
-"""Maximum number of tokens to hold in memory at once (tens of MB)."""
+"""Maximum number of tokens to hold in memory together. They take tens of MB."""
 TOKEN_BYTES = 16
-"""Number of image bytes that count as one token."""
+"""Number of bytes of an image that count as one token."""
 GROUP_ROWS = 1024
 
 COMPRESSIONS = ("none", "gz", "zst")

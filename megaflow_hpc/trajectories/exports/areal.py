@@ -35,7 +35,7 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "versions": (np.int32, -1),
     "attention_mask": (np.bool_, False),
 }
-"""Maps the name of each token column to its dtype and padding value."""
+"""Dtype and padding value of each token column, by name."""
 
 
 def write(job: ExportJob) -> list[Path]:

@@ -141,7 +141,7 @@ class _Documents:
         self.metrics = [_metrics(turn, views, count) for turn, count in zip(row.turns, counts, strict=True)]
         """Metrics of each model call, by call number."""
         self.step_of_call: dict[int | None, dict[str, Any]] = {}
-        """Maps each call number to its step in the documents built so far."""
+        """Step of each model call in the documents built so far, by call number."""
         self._seen: set[int] = set()
         """Indices of messages already included in an earlier document."""
 
@@ -215,7 +215,7 @@ def _numbered(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _observe(steps: list[dict[str, Any]], message: Mapping[str, Any], images: Mapping[str, Image]) -> None:
-    """Adds a tool result to the step that made the call, or to the latest agent step if the call is unknown."""
+    """Adds a tool result to the step that made the call. If the call is unknown, adds it to the latest agent step."""
     result: dict[str, Any] = {"content": _content(message, images)}
     wanted = as_text(message.get("tool_call_id"))
     if not steps:

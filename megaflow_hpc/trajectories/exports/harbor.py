@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 HELP = "a Harbor jobs directory, for harbor view"
 
 MAX_NAME = 120
-"""Maximum length of the task name within a trial name. File systems limit a file name to 255 bytes."""
+"""Maximum number of characters of a task's name within a trial name. File systems limit a file name to 255 bytes."""
 TEST_OUTPUT = "verifier.log"
 
 
@@ -143,7 +143,7 @@ def _trial(row: Row, campaign: str, job_id: str) -> dict[str, Any]:
 
 
 def _phases(row: Row) -> dict[str, dict[str, str]]:
-    """Returns the start and end of each phase, assuming that one phase follows another without a gap."""
+    """Returns the start and end of each phase. Assumes that the phases follow each other without gaps."""
     phases, at = {}, row.started_at
     for name, seconds in (
         ("environment_setup", row.setup_s),

@@ -45,7 +45,7 @@ HELP = "Inspect logs (.eval), for inspect view"
 
 LOG_VERSION = 2
 MAX_SUMMARY_CHARS = 2000
-"""Maximum number of characters of the input in a sample's summary."""
+"""Maximum number of characters of a sample's input in its summary."""
 _STOPS = {"stop": "stop", "length": "max_tokens", "tool_calls": "tool_calls", "content_filter": "content_filter"}
 
 

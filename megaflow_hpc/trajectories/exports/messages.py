@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.store import Row
 
 MAX_SECONDS = 253_402_300_799
-"""The last second of the year 9999."""
+"""Unix timestamp of the last second of the year 9999."""
 MAX_DEPTH = 64
 """Maximum nesting of a tool call's arguments. Readers of exports process them recursively."""
 
@@ -31,8 +31,7 @@ def as_text(content: Any, labels: Mapping[str, str] = NO_LABELS) -> str:
 
 
 def text_and_images(content: Any, images: Mapping[str, Image]) -> list[str | Image]:
-    """Splits a message's content into texts and images, in order. An image that was not stored is replaced by its
-    label."""
+    """Splits a message's content into texts and images, in order. A label replaces an image that was not stored."""
     if not isinstance(content, list):
         return [as_text(content)]
     shown = image_parts({"content": content})
@@ -55,7 +54,7 @@ def as_json(value: Any) -> Any:
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str:
-    """Returns the reasoning of an assistant's message. Empty if it has no reasoning."""
+    """Returns the reasoning of an assistant's message. Returns an empty string if there is none."""
     return as_text(message.get("reasoning_content") or message.get("reasoning"))
 
 
@@ -66,9 +65,9 @@ class RecordedToolCall:
     id: str
     name: str
     arguments: dict[str, Any]
-    """The parsed arguments. Empty if they are not a JSON object or are nested deeper than :data:`MAX_DEPTH`."""
+    """Parsed arguments. Empty if they are not a JSON object or are nested deeper than :data:`MAX_DEPTH`."""
     unparsed: str
-    """The arguments as written, if they could not be parsed into ``arguments``. Otherwise empty."""
+    """Arguments as text, if they could not be parsed into ``arguments``. Otherwise empty."""
 
 
 def tool_calls(message: Mapping[str, Any]) -> list[RecordedToolCall]:
@@ -98,7 +97,8 @@ def _tool_call(call: Any, number: int) -> RecordedToolCall:
 
 
 def finite_rewards(row: Row) -> dict[str, float]:
-    """Returns the rewards of a row by name, as strict JSON allows them. The main one is named ``reward``."""
+    """Returns the finite rewards of a row by name, because strict JSON has no NaN. The main reward is named
+    ``reward``."""
     rewards = {name: value for name, value in row.rewards.items() if math.isfinite(value)}
     if math.isfinite(row.reward):
         rewards.setdefault("reward", row.reward)
@@ -106,7 +106,7 @@ def finite_rewards(row: Row) -> dict[str, float]:
 
 
 def round_suffix(row: Row) -> str:
-    """Returns the part of a name that distinguishes the rounds of a task, empty for the first."""
+    """Returns the part of a name that distinguishes the rounds of a task. It is empty for the first round."""
     number = round_of(row.task_id, row.group_id)
     return f"@{number}" if number else ""
 

@@ -71,7 +71,8 @@ def write(job: ExportJob) -> list[Path]:
 
 
 def patch_of(row: Row) -> tuple[str, str]:
-    """Returns the rollout's patch (empty if it has none) and a warning if the patch is incomplete or not UTF-8."""
+    """Returns (patch, warning) of a rollout. The warning says that the patch is incomplete or not UTF-8. Either may be
+    empty."""
     artifacts = {artifact.name: artifact.data for artifact in row.artifacts}
     candidates = [name for name in NAMES if name in artifacts]
     candidates += [name for name in reversed(artifacts) if name.rpartition("/")[2] in NAMES]

@@ -108,8 +108,10 @@ def _messages_of(row: Row, sequence: int) -> list[dict[str, Any]]:
 def _prompt(
     messages: Sequence[Mapping[str, Any]], images: Mapping[str, Image]
 ) -> tuple[list[dict[str, str]], list[str]]:
-    """Returns the messages before the first assistant message as text, with ``<image>`` in place of each image, and the
-    SHA-256 of each of these images."""
+    """Returns the messages before the first assistant message, and the SHA-256 of each image in them.
+
+    The messages are text, with ``<image>`` in place of each image.
+    """
     prompt: list[dict[str, str]] = []
     shown: list[str] = []
     for message in messages:

@@ -39,12 +39,15 @@ _FILTERS = [h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32]
 """Filters of every chunk that this package writes. Some columns are also shuffled before these are applied."""
 _CHECKSUM_BYTES = 4
 _OVERHEAD_BYTES = 64
-"""Upper bound for the header and checksum overhead of a short chunk. Deflate never doubles the size of its input."""
+"""Maximum number of bytes that header and checksum add to a short chunk. Deflate never doubles the size of its
+input."""
 _MAX_THREADS = 4
 _MIN_CHUNK = 256
-"""Smallest chunk, in entries, that :func:`read_slices` decodes itself. This package never writes smaller chunks."""
+"""Minimum number of entries in a chunk that :func:`read_slices` decodes itself. This package writes no smaller
+chunks."""
 _CHUNKS_PER_TASK = 16
-"""Number of chunks that one thread task decodes. One task per chunk would cost more than decoding a short chunk."""
+"""Number of chunks that a task in a thread decodes. One task for each chunk would cost more than decoding a short
+chunk."""
 
 
 def read(dataset: h5py.Dataset, start: int = 0, end: int | None = None) -> Array:
@@ -136,7 +139,8 @@ def read_slices(dataset: h5py.Dataset, starts: Integers, ends: Integers) -> Arra
 
 
 Piece = tuple[int, int, int]
-"""(start, end, target): Copy entries ``[start, end)``, all in one chunk, to position ``target`` of the result."""
+"""Range to copy, as (start, end, target). Entries ``[start, end)`` of one chunk go to position ``target`` of the
+result."""
 
 
 def _pieces_by_chunk(starts: Integers, ends: Integers, targets: Integers, chunk_size: int) -> dict[int, list[Piece]]:

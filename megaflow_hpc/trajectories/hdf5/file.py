@@ -43,7 +43,8 @@ _FILTERS = {h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32}
 SOFTWARE = f"megaflow-hpc {__version__}"
 """Value of the root attribute ``software``."""
 _CHUNK_CACHE_BYTES = 8 << 20
-"""HDF5 chunk cache per dataset, in bytes. Message chunks are 1 MiB each, and rows are mostly read in order."""
+"""Size in bytes of HDF5's chunk cache for each dataset. Message chunks have 1 MiB each, and rows are mostly read in
+order."""
 
 _EXTENTS = {
     "n": "trajectories/id",
@@ -61,22 +62,24 @@ _EXTENTS = {
     "u": "image_uses/image",
     "p": "image_spans/image",
 }
-"""Maps each extent to a column of that length. ``messages/offset`` has one more entry than there are messages."""
+"""A column whose length is the count of an extent, by extent. ``messages/offset`` has one more entry than there are
+messages."""
 
 Datasets = Mapping[str, h5py.Dataset]
 """Datasets of a file, by path."""
 
 
 class ForeignDataError(ValueError):
-    """A file contains something that a campaign file never contains. The message names it."""
+    """Raised if a file contains something that a campaign file never contains. The message names it."""
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def open_file(path: str | os.PathLike[str], *, complete: bool = True) -> h5py.File:
-    """Opens a campaign file for reading. Uses no file locks: published files never change, and many file systems lack
-    locks.
+    """Opens a campaign file for reading.
+
+    Uses no file locks: published files never change, and many file systems lack locks.
 
     Args:
         path: The campaign file.
@@ -223,7 +226,7 @@ def _length_faults(columns: Datasets) -> Iterator[str]:
 
 
 def recorded_sources(path: Path) -> dict[str, Any] | None:
-    """Returns the journals and seals from which a file was gathered. ``None`` if the file cannot be read."""
+    """Returns the journals and seals from which a file was gathered. Returns ``None`` if the file cannot be read."""
     if not path.exists():
         return None
     try:
@@ -237,13 +240,13 @@ def recorded_sources(path: Path) -> dict[str, Any] | None:
 
 
 def attribute_text(file: h5py.File, name: str) -> str:
-    """Returns a root attribute as text. Empty if it is missing."""
+    """Returns a root attribute as text. Returns an empty string if it is missing."""
     value = file.attrs.get(name, "")
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 def attribute(file: h5py.File, name: str) -> dict[str, Any]:
-    """Returns a root attribute that contains a JSON object. Empty if it is missing or invalid."""
+    """Returns a root attribute that contains a JSON object. Returns an empty dict if it is missing or invalid."""
     try:
         return parse_object(attribute_text(file, name))
     except ValueError:
@@ -319,7 +322,7 @@ class BackingFile(io.FileIO):
         super().__init__(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, 0o600))
         self._error: OSError | None = None
         self._kept: list[tuple[int, bytes]] = []
-        """(offset, bytes) of each write since the error."""
+        """Offset and bytes of each write since the first error."""
 
     def check(self) -> None:
         """Raises the first write error, if there was one.

@@ -34,8 +34,8 @@ class Unfinished(MegaflowError):
 
 @contextmanager
 def published(target: Path) -> Iterator[Path]:
-    """Yields a temporary path, which is renamed to ``target`` on success and removed after an error. Makes the
-    directory of ``target``.
+    """Yields a temporary path. Renames it to ``target`` on success, and removes it after an error. Makes the directory
+    of ``target``.
 
     After :class:`Unfinished`, the file is kept at :func:`unfinished`.
 
@@ -94,6 +94,7 @@ def _abandoned(path: Path, name: str) -> bool:
 
 
 def _host() -> str:
-    """Returns an id of this host and its current boot. Within one boot, a pid and a start time identify a process."""
+    """Returns an id of this host and its current boot. Together with a pid and a start time, it identifies a
+    process."""
     boot = boot_id().replace("-", "")[:12]
     return f"{os.uname().nodename.partition('.')[0]}~{boot}"

@@ -23,11 +23,11 @@ FORMAT = "megaflow-hpc/trajectories"
 FORMAT_VERSION = 3
 
 STRING = "string"
-"""Fixed-width UTF-8, padded with NUL. Widths are powers of two."""
+"""Kind of column for fixed-width UTF-8, padded with NUL. Widths are powers of two."""
 
 TEXT = "text"
-"""UTF-8 of any length, for values that are usually empty but sometimes long. Stored as bytes, with the offsets in the
-column :func:`text_offset`."""
+"""Kind of column for UTF-8 of any length, used for values that are usually empty but may be long. The column
+:func:`text_offset` has the offsets."""
 
 STATUSES = ("completed", "truncated", "failed", "cancelled")
 
@@ -49,12 +49,12 @@ class Column(NamedTuple):
 
     @property
     def is_offset(self) -> bool:
-        """Whether this is an offset column, which has one more entry than there are items."""
+        """True for an offset column, which has one more entry than there are items."""
         return self.extent.endswith("+1")
 
     @property
     def chunk(self) -> int:
-        """Number of entries per chunk. Chunks have tens of kB, so a rollout's tokens span few chunks."""
+        """Number of entries in a chunk. Chunks have tens of kB, so a rollout's tokens span few chunks."""
         if self.path == "messages/json":
             return _TEXT_CHUNK
         if self.path in ("artifacts/bytes", "experts/bytes", "images/bytes"):
@@ -65,7 +65,7 @@ class Column(NamedTuple):
 
     @property
     def is_shuffled(self) -> bool:
-        """Whether the shuffle filter applies.
+        """True if HDF5's shuffle filter applies.
 
         The filter does not help with single bytes, log-probabilities (mostly noise) or weight versions (mostly runs).
         """
@@ -73,7 +73,7 @@ class Column(NamedTuple):
 
     @property
     def is_deflated(self) -> bool:
-        """True if HDF5 compresses the column. Image files are compressed already."""
+        """True if HDF5 compresses the column. Image files are already compressed."""
         return self.path != "images/bytes"
 
 
@@ -83,7 +83,7 @@ class ColumnGroup(NamedTuple):
     name: str
     doc: str
     columns: tuple[tuple[str, str, str, str], ...]
-    """(name, dtype, extent, doc) of each column."""
+    """Name, dtype, extent and description of each column."""
 
 
 GROUPS = (
@@ -355,11 +355,13 @@ OFFSETS = {
     "images/offset": "images/bytes",
     **{text_offset(column.path): column.path for column in COLUMNS.values() if column.dtype == TEXT},
 }
-"""Maps each offset column to the column that it points into."""
+"""Path of the column that each offset column points into, by path."""
 
 MAX_REWARD_COLUMNS = 4096
-"""Maximum number of reward columns. Limited because verifiers choose the names and each column takes space in every
-row. Rewards of single turns are added only while at most half of the columns are in use."""
+"""Maximum number of reward columns. Verifiers choose their names, and each column takes space in every row.
+
+Rewards of single turns are added only while at most half of the columns are in use.
+"""
 
 MEASURED = ("setup_s", "agent_s", "verify_s", "cpu_s", "memory_peak_mb", "disk_peak_mb")
 """Measurements of a rollout, any of which may be unknown."""
@@ -368,11 +370,12 @@ UNKNOWN_AS_NAN = ("reward", *MEASURED)
 """Numeric fields of a rollout that may be unknown: NaN in a column, ``None`` in a trajectory."""
 
 TOKEN_CHUNK = 16384
-"""Entries per chunk of the token columns. Smaller chunks make files larger. Larger chunks slow down random batches."""
+"""Number of entries in a chunk of the token columns. Smaller chunks make files larger. Larger chunks slow down random
+batches."""
 ROW_CHUNK = 4096
 BYTE_CHUNK = 65536
 _TEXT_CHUNK = 1 << 20
-"""Bytes of messages per chunk. Deflate looks back only 32 kB, and starts each chunk without history."""
+"""Number of bytes in a chunk of messages. Deflate looks back only 32 kB, and starts each chunk without history."""
 
 
 def markdown() -> str:
@@ -404,7 +407,7 @@ def message_json(message: Mapping[str, Any]) -> bytes:
 
 
 def reward_name(name: str) -> str:
-    """Converts a verifier's reward name to a valid dataset name, which is not empty and contains no path separators."""
+    """Converts a verifier's reward name to a valid dataset name. The result is not empty and has no path separators."""
     plain = escape(name).replace("/", "_")
     return plain if plain.strip(".") else f"_{plain}"
 

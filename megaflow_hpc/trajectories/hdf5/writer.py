@@ -48,7 +48,7 @@ _ATTEMPT = [column.name for column in COLUMNS.values() if column.group == "attem
 
 _ROW_OFFSETS = {"m": "sequence_offset", "t": "turn_offset", "q": "message_offset", "a": "attempt_offset"}
 _ROW_OFFSETS |= {"u": "image_offset"}
-"""Maps each extent to the offset column of ``/trajectories`` for its items."""
+"""Offset column of ``/trajectories`` for the items of each extent."""
 _BATCH_BYTES = 1 << 20
 """Size in bytes at which a column flushes its buffer."""
 _MIN_STRING_BYTES = 16
@@ -159,7 +159,7 @@ class ColumnWriter:
 
 
 class TextColumnWriter:
-    """A column of strings of any length, stored as UTF-8 bytes plus offsets."""
+    """Appends to a column of strings of any length, which is stored as UTF-8 bytes and offsets."""
 
     def __init__(self, file: h5py.File, path: str, chunk: int) -> None:
         self._bytes = ColumnWriter(file, path, np.uint8, BYTE_CHUNK, shuffle=False)
@@ -200,14 +200,14 @@ class ColumnLists:
 
     Args:
         paths: Columns to collect. Other columns are ignored.
-        counts: Number of items so far, by extent. Updated by :meth:`add`.
     """
 
-    def __init__(self, paths: Iterable[str], counts: Counter[str] | None = None) -> None:
+    def __init__(self, paths: Iterable[str]) -> None:
         self.values: dict[str, list[Any]] = {path: [] for path in paths}
-        self.counts = Counter() if counts is None else counts
+        self.counts: Counter[str] = Counter()
+        """Number of items so far, by extent."""
         self.images: dict[bytes, int] = {}
-        """Maps the SHA-256 of each image so far to its row of ``/images``."""
+        """Row of ``/images`` for each image so far, by SHA-256."""
 
     def add(self, trajectory: Trajectory) -> list[Image]:
         """Adds a trajectory as the next row. Returns its new images, which no earlier row contains."""
@@ -325,11 +325,11 @@ class TrajectoryWriter:
         self._columns = {name: column_writer(self._file, column) for name, column in COLUMNS.items()}
         self._rewards: dict[str, ColumnWriter] = {}
         self._held_rewards: dict[str, dict[int, float]] = {}
-        """Maps reward names to {row: value}, for rows since the last flush."""
+        """Rewards of the rows since the last flush, by name and row."""
         for name in self._file.require_group("rewards"):
             self._rewards[name], self._held_rewards[name] = reward_writer(self._file, name), {}
         self._lists = ColumnLists(COLUMNS)
-        """Rows since the last flush."""
+        """Values of the rows since the last flush."""
         for name, column in COLUMNS.items():
             written = self._columns[name]
             if column.is_offset and not append:

@@ -1,4 +1,4 @@
-"""Validates trajectories before they are stored: the types, ranges and consistency of all fields.
+"""Checks trajectories before they are stored: the types, ranges and consistency of all fields.
 
 A record comes from a pod, from another user's run directory, or from a JSON lines file. msgpack and JSON can encode any
 value. The columns of a campaign file are stricter: 32-bit integers, fixed-width strings, and token columns of equal
@@ -33,7 +33,7 @@ _KINDS: Mapping[str, Any] = {
     STRING: Name,
     TEXT: str,
 }
-"""Maps each column dtype to the type of its values."""
+"""Type of the values in a column, by dtype."""
 
 
 def _row_type(group: str, record: type) -> type[msgspec.Struct]:
@@ -62,7 +62,7 @@ class _Image(msgspec.Struct):
 
 
 class _HeadingFields(msgspec.Struct):
-    """The fields of a :class:`Heading` that are validated, and the block."""
+    """Block of a record and the checked fields of its :class:`Heading`."""
 
     id: Name
     status: Status

@@ -1,4 +1,4 @@
-"""The binary format of a journal: its header, its frames, and the treatment of torn tails and damage.
+"""Implements the binary format of a journal: its header, its frames, and the treatment of torn tails and damage.
 
 All integers are little-endian::
 
@@ -11,8 +11,8 @@ therefore valid only in its own file and at its own offset. A stale disk block, 
 another journal, is never mistaken for a record. After damage, readers search for the marker of the next frame.
 
 Reading ends at the *torn tail*: the first byte that is not followed by a complete valid frame. Invalid bytes before a
-valid frame are *damage*. Strict readers raise an error that names file and offset; tolerant readers log and skip it.
-A file may be read while it is being written: the reader sees the frames that were complete at that time.
+valid frame are *damage*. Strict readers raise an error that names file and offset; tolerant readers log and skip it. A
+file may be read while it is being written: the reader sees the frames that were complete at that time.
 
 Each record is ``{"kind": "trajectory", "epoch": int, "block": int, "trajectory": Trajectory.to_record()}``. Readers
 skip records of other kinds.
@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 MAGIC = b"MFHPCJNL"
 VERSION = 1
 MARKER = b"\xf5\xc1MJ"
-"""Marks the beginning of a frame. 0xf5 never occurs in UTF-8 and 0xc1 never in msgpack, so text and small integers
-cannot be mistaken for a marker."""
+"""First bytes of a frame. 0xf5 never occurs in UTF-8 and 0xc1 never in msgpack, so text and small integers cannot be
+mistaken for a marker."""
 
 _HEADER = struct.Struct("<8sI8sI")
 _FRAME = struct.Struct("<4sIQII")
@@ -58,7 +58,7 @@ MAX_RECORD = 1 << 30
 """Maximum size of a record in bytes. The writer rejects larger records, and readers treat a larger length as damage."""
 _SEARCH_WINDOW = 1 << 20
 _HEADING_BYTES = 4096
-"""Size in bytes of the prefix that contains the heading of any record written by a pod."""
+"""Number of bytes at the start of a record that contain its heading, if a pod wrote the record."""
 _HEADING_FIELDS = frozenset({"id", "status", "attempt", "epoch"})
 
 
@@ -216,7 +216,7 @@ def unpack_record(payload: bytes) -> dict[str, Any]:
 
 
 def head_of(payload: bytes) -> dict[str, Any]:
-    """Decodes a record without its messages and tokens, or the whole record if the heading is not at its start.
+    """Decodes a record without its messages and tokens. Decodes the whole record if the heading is not at its start.
 
     Records written by pods start with the heading's fields.
     """
@@ -248,7 +248,7 @@ def head_of(payload: bytes) -> dict[str, Any]:
 
 
 def trajectory_data(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the trajectory map of a record, decoding it first if a worker has packed it."""
+    """Returns the trajectory of a record as a mapping. Decodes it first if a worker has packed it."""
     data = record["trajectory"]
     if isinstance(data, bytes):
         data = unpack_record(data)
@@ -280,7 +280,8 @@ def _size(file: BinaryIO | PackedJournal) -> int:
 
 
 def _read_header(file: BinaryIO | PackedJournal, path: str | os.PathLike[str]) -> bytes | None:
-    """Reads the header and returns its salt. ``None`` if the file is empty because its creation was interrupted.
+    """Reads the header and returns its salt. Returns ``None`` if the file is empty because its creation was
+    interrupted.
 
     Raises:
         ConfigError: The file is not a journal, its header is damaged, or it has another version.
@@ -301,7 +302,8 @@ def _read_header(file: BinaryIO | PackedJournal, path: str | os.PathLike[str]) -
 
 
 def _frame_at(file: BinaryIO | PackedJournal, salt: bytes, position: int, size: int) -> tuple[Frame | None, bool]:
-    """Returns the valid frame at ``position``, or ``None``, and whether the frame is cut off at ``size``."""
+    """Returns (frame, whether the frame is cut off at ``size``). The frame is ``None`` unless there is a valid one at
+    ``position``."""
     file.seek(position)
     head = file.read(FRAME_SIZE)
     if position + FRAME_SIZE > size or len(head) < FRAME_SIZE:
@@ -320,7 +322,7 @@ def _frame_at(file: BinaryIO | PackedJournal, salt: bytes, position: int, size: 
 
 
 def _next_frame(file: BinaryIO | PackedJournal, salt: bytes, position: int, size: int) -> Frame | None:
-    """Returns the first valid frame at or after ``position``, if any."""
+    """Returns the first valid frame at or after ``position``. Returns ``None`` if there is none."""
     while position + FRAME_SIZE <= size:
         file.seek(position)
         window = file.read(_SEARCH_WINDOW)

@@ -63,7 +63,7 @@ _Table = dict[str, tuple[int, int]]
 
 
 class Packed(NamedTuple):
-    """Location of a journal in a pack."""
+    """Location of a journal's bytes in a pack."""
 
     pack: str
     offset: int
@@ -153,10 +153,9 @@ def _catalog(folder: Path) -> _Catalog:
 
 
 def sizes(folder: Path) -> dict[str, int | None]:
-    """Returns the names of all journals in a directory. Lists the directory once.
+    """Returns the sizes in bytes of all journals in a directory, by name. Lists the directory once.
 
-    Each name is mapped to the journal's size in bytes if it is packed, because a packed journal never changes. Journals
-    in their own files are mapped to ``None``.
+    The size is ``None`` for a journal in its own file, which may grow. A packed journal never changes.
 
     Raises:
         ConfigError: A pack is damaged.
@@ -214,7 +213,7 @@ def open_packed(path: Path) -> PackedJournal | None:
 
 
 def read_table(pack: Path) -> _Table:
-    """Returns a mapping from journal to (offset, size) in a pack.
+    """Returns (offset, size) of each journal in a pack, by name.
 
     Raises:
         ConfigError: The pack is damaged.
@@ -283,7 +282,7 @@ class _Packing:
         return name.endswith(suffix) and pod == self._pod and start.isdigit() and int(start) < self._start
 
     def clean_up(self) -> None:
-        """Removes every file of which an earlier start's pack has an identical copy. Compares all bytes first."""
+        """Removes every file that an earlier start's pack contains as an identical copy. Compares all bytes first."""
         for name in sorted(self._journals):
             path = self._folder / name
             for pack, table in self._packs.items():
@@ -359,7 +358,7 @@ def _without_level(pack: str) -> str:
 
 
 def _age(name: str) -> tuple[int, str]:
-    """Sort key of a journal or pack: the start that wrote it, then its name."""
+    """Returns the sort key of a journal or pack: the start that wrote it, then its name."""
     path = _without_level(name).removesuffix(PACK) if name.endswith(PACK) else name.removesuffix(JOURNAL)
     return int(path.rpartition(".")[2]), name
 

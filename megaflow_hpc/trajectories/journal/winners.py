@@ -49,17 +49,18 @@ logger = logging.getLogger(__name__)
 
 SUFFIX = packs.JOURNAL
 BATCH_BYTES = 64 << 20
-"""Bytes of records that :meth:`Index.trajectories` reads per batch before decoding."""
+"""Number of bytes of records that :meth:`Index.trajectories` reads before it decodes them."""
 RENEW_BYTES = 8 << 20
 """Number of journal bytes that :class:`StoredRollouts` reads between two calls of ``renew``."""
 
 Seals = Mapping[tuple[int, int], tuple[str, int]]
-"""Maps (block, epoch) to the only valid journal, as ``<pod>.<start>`` or file name, and its number of valid bytes."""
+"""Valid part of superseded journals. Maps (block, epoch) to the only valid journal, as ``<pod>.<start>`` or file name,
+and its number of valid bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordEntry:
-    """A valid record's location, and the fields that decide whether it wins."""
+    """Location of a valid record, and the fields that decide whether it wins."""
 
     id: str
     status: str
@@ -89,7 +90,7 @@ class Index:
     winners: list[RecordEntry] = field(default_factory=list)
     """One record per rollout, in commit order."""
     losers: dict[str, list[RecordEntry]] = field(default_factory=dict)
-    """Maps rollout ids to their losing valid records. Omits rollouts that have none."""
+    """Valid records that lost, by rollout id. Omits rollouts that have none."""
 
     def load(self, entry: RecordEntry) -> Trajectory:
         """Reads a winner's trajectory, including the attempts of the records that lost.
@@ -157,7 +158,7 @@ def _batches(winners: list[RecordEntry]) -> Iterator[list[RecordEntry]]:
 
 
 def journals(run: RunDir) -> list[Path]:
-    """Returns the paths of a run's journals, sorted by name. The path of a packed journal does not exist."""
+    """Returns the paths of a run's journals, sorted by name. For a packed journal, no file exists at its path."""
     return [run.journal / name for name in packs.sizes(run.journal)]
 
 
@@ -168,7 +169,8 @@ def sizes_of(run: RunDir, skip: Collection[str] = ()) -> dict[str, int]:
 
 
 def seals_of(run: RunDir) -> Seals:
-    """Returns the ledger's seals, empty if there is no ledger. Blocks while the run directory is unavailable."""
+    """Returns the ledger's seals. Returns an empty mapping if there is no ledger. Blocks while the run directory is
+    unavailable."""
     return Ledger(run).seals()
 
 
@@ -256,7 +258,7 @@ def headings(path: Path, start: int = 0, limit: int | None = None) -> Iterator[t
 
 
 def counts(seals: Seals, block: int, epoch: int, journal: str, end: int) -> bool:
-    """Returns whether a record is valid, i.e. not voided by a seal.
+    """Returns whether a record is valid. A seal may void it.
 
     Args:
         seals: The ledger's seals.
@@ -298,7 +300,7 @@ def trajectory_of(frame: Frame, epoch: int, path: Path) -> Trajectory:
 
 
 class StoredBlock(NamedTuple):
-    """An earlier, closed epoch of a block."""
+    """An earlier epoch of a block that has been sealed."""
 
     epoch: int
     owner: str
@@ -314,14 +316,14 @@ class _Record(NamedTuple):
 
 @dataclass
 class _Journal:
-    """State of one journal as of the last read."""
+    """State of one journal at the last read."""
 
     size: int
     """Size of the file in bytes before the read. 0 if the file is missing."""
     length: int
     """End offset of the last complete record."""
     records: dict[tuple[int, int], list[_Record]] = field(default_factory=dict)
-    """Maps (block, epoch) to the records of rollouts that did not fail."""
+    """Records of rollouts that did not fail, by (block, epoch)."""
 
 
 class StoredRollouts:
@@ -337,7 +339,7 @@ class StoredRollouts:
         self._folder = run.journal
         self._renew = renew
         self._journals: dict[str, _Journal] = {}
-        """Maps each owner to its journal."""
+        """Journal of each owner, by ``<pod>.<start>``."""
 
     def ids(self, block: int, held: Iterable[StoredBlock]) -> set[str]:
         """Returns the ids of a block's rollouts that are stored and did not fail.
@@ -356,10 +358,11 @@ class StoredRollouts:
         return stored
 
     def length(self, owner: str) -> int:
-        """Returns the end offset of a journal's last complete record, at which a successor seals it. 0 if there is no
-        journal.
+        """Returns the end offset of a journal's last complete record. A pod that takes over a block seals the journal
+        there.
 
-        Reads the journal again only if it has grown. Raises the errors of :meth:`ids`.
+        Returns 0 if there is no journal. Reads the journal again only if it has grown. Raises the errors of
+        :meth:`ids`.
         """
         journal = self._journals.get(owner)
         if journal is None or journal.size != self._size(owner):

@@ -1,4 +1,4 @@
-"""The journal: an append-only file whose records survive SIGKILL, power loss and full disks.
+"""Writes the journal: an append-only file whose records survive SIGKILL, power loss and full disks.
 
 Each pod start that stores something creates one journal, ``journal/<pod>.<start>.journal``, when it writes its first
 records. The file is created with ``O_EXCL`` and never reopened for writing, so no record is ever appended after a
@@ -31,7 +31,7 @@ _WRITE_BUFFER = 4 << 20
 class _State(enum.Enum):
     OPEN = "open"
     FAILED = "failed"
-    """An fsync failed. The kernel may have dropped pages, so nothing more is acknowledged."""
+    """State after a failed fsync. The kernel may have dropped pages, so nothing more is acknowledged."""
     CLOSED = "closed"
 
 
@@ -62,9 +62,9 @@ class JournalWriter:
         self._buffer = bytearray(header(self._salt))
         """Header and appended frames that are not yet written to the file."""
         self._written = 0
-        """Bytes written to the file."""
+        """Number of bytes written to the file."""
         self._durable = 0
-        """Bytes made durable by an fsync."""
+        """Number of bytes made durable by an fsync."""
 
     @property
     def length(self) -> int:

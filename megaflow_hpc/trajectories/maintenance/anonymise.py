@@ -44,7 +44,7 @@ class Scrubber:
     users: set[str] = field(default_factory=set)
     hosts: set[str] = field(default_factory=set)
     numbers: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Maps kind and name to the assigned number."""
+    """Number assigned to each name, by kind and name."""
     _pattern: re.Pattern[str] | None = None
 
     def learn(self, users: Iterable[str] = (), hosts: Iterable[str] = ()) -> None:

@@ -120,7 +120,7 @@ def _kept_values(source: h5py.File, path: str, attempts: Mask, artifacts: Mask) 
 
 
 def _final_attempts(source: h5py.File) -> Mask:
-    """Returns a mask of the attempts to keep: per trajectory, the last one with the trajectory's attempt number and
+    """Returns a mask of the attempts to keep. For each trajectory, this is the last attempt with its attempt number and
     status."""
     offsets = read(source["trajectories/attempt_offset"])
     owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
@@ -174,7 +174,7 @@ def drop_journals(run: RunDir, dry_run: bool = False) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class DiskShare:
-    """Disk usage of a directory, file or column: bytes on disk, and uncompressed bytes (0 if unknown)."""
+    """Disk usage of a directory, file or column: bytes on disk, and uncompressed bytes. The latter are 0 if unknown."""
 
     name: str
     files: int

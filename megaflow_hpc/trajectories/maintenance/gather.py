@@ -105,8 +105,8 @@ def _resume(kept: Path, temporary: Path, now: dict[str, Any], winners: Index) ->
 
 
 def _rows_that_fit(kept: Path, now: dict[str, Any], winners: Index) -> int:
-    """Returns the number of rows in an unfinished file. 0 if it is damaged or does not match the journals and this
-    version."""
+    """Returns the number of rows in an unfinished file. Returns 0 if the file is damaged or does not match the journals
+    and this version."""
     try:
         with open_file(kept) as file:
             if attribute(file, "sources") != now or attribute_text(file, "software") != SOFTWARE:
@@ -157,6 +157,6 @@ def _is_up_to_date(run: RunDir, before: dict[str, Any], now: dict[str, Any], reb
     if rebuild or left != now["journals"]:
         raise ConfigError(
             f"{run.trajectories}: was made from journals that no longer exist ({', '.join(gone)}), so rebuilding it "
-            f"would lose their rollouts; restore them to {run.journal}, or move the file away to gather what is left"
+            f"would lose their rollouts; restore them to {run.journal}, or move the file away to gather the rest"
         )
     return True

@@ -114,7 +114,8 @@ def _turns(file: h5py.File) -> Iterator[str]:
 
 
 def _links(file: h5py.File) -> Iterator[str]:
-    """Checks the links within each trajectory: message parents, and the answer and starting call of each turn."""
+    """Checks the links within each trajectory: the parents of messages, and the answer and starting call of each
+    turn."""
     message_offset = read(file["trajectories/message_offset"])
     turn_offset = read(file["trajectories/turn_offset"])
     parent = read(file["messages/parent"])
@@ -209,7 +210,7 @@ def _image_bytes(file: h5py.File, digests: Array, offsets: Array) -> Iterator[st
 
 
 def _batches(sizes: Array) -> Iterator[slice]:
-    """Yields slices of consecutive items. Excluding its first item, each slice is smaller than ``_WINDOW_BYTES``."""
+    """Yields slices of consecutive items. Without its first item, each slice is smaller than ``_WINDOW_BYTES``."""
     batch = np.cumsum(sizes) // _WINDOW_BYTES
     bounds = [0, *(np.flatnonzero(np.diff(batch)) + 1).tolist(), len(sizes)]
     return (slice(first, last) for first, last in pairwise(bounds) if first < last)
@@ -228,10 +229,11 @@ def _spans(file: h5py.File, used: Array) -> Iterator[str]:
         yield f"/image_spans: row {row}: tokens {start[row]} to {ends[row]}, outside its sequence or within another"
         return
     row_of = read(file["sequences/trajectory"])[owner]
-    uses = (
-        set(zip(_owners(file, "trajectories/image_offset").tolist(), used.tolist(), strict=True)) if len(used) else ()
-    )
-    for row in _first(np.array([pair not in uses for pair in zip(row_of.tolist(), image.tolist(), strict=True)], bool)):
+    uses: set[tuple[int, int]] = set()
+    if len(used):
+        uses.update(zip(_owners(file, "trajectories/image_offset").tolist(), used.tolist(), strict=True))
+    pairs = zip(row_of.tolist(), image.tolist(), strict=True)
+    for row in _first(np.array([pair not in uses for pair in pairs], bool)):
         yield f"/image_spans/image: row {row}: {image[row]}, not an image of trajectory {row_of[row]}"
     for some in _batches(length):
         masks = read_slices(file["tokens/loss_mask"], start[some], ends[some])
@@ -243,7 +245,7 @@ def _spans(file: h5py.File, used: Array) -> Iterator[str]:
 
 
 def _first(mask: Array) -> list[int]:
-    """Returns a list with the index of the first true entry. Empty if no entry is true."""
+    """Returns a list with the index of the first true entry. Returns an empty list if no entry is true."""
     indices: list[int] = np.flatnonzero(mask)[:1].tolist()
     return indices
 
@@ -253,15 +255,15 @@ def _first(mask: Array) -> list[int]:
 
 @dataclass(frozen=True)
 class ColumnDigest:
-    """Digest of one column. It depends only on the values, not on chunking or compression, so files
-    with equal digests contain equal data."""
+    """Digest of one column. It depends only on the values, not on chunking or compression, so files with equal digests
+    contain equal data."""
 
     path: str
     entries: int
     sha256: str
     """Hexadecimal digest of the decoded values."""
     state: str
-    """``ok``, or a description of the fault."""
+    """``ok`` or a description of the fault."""
 
     @property
     def good(self) -> bool:

@@ -1,4 +1,4 @@
-"""Group-relative advantages: how much better a rollout did than the other samples of its task.
+"""Computes group-relative advantages: how much better a rollout did than the other samples of its task.
 
 All estimators compare the rewards of the rows in a group. Rows without a reward (NaN, not verified) belong to no group
 and get the advantage NaN. A row that is alone in its group gets the advantage 0.

@@ -1,4 +1,4 @@
-"""Rows of a store for other programs: padded or packed batches of token sequences, and Arrow tables."""
+"""Converts rows of a store to padded or packed batches of token sequences, and to Arrow tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megaflow_hpc.trajectories.reading.sources import Source, items_of, offsets_
 Oversize = Literal["error", "skip"]
 
 POOL = 4096
-"""Number of rows to pack together. Higher values fill batches better. Lower values preserve more of the rows' order."""
+"""Number of rows to pack together. Higher values fill batches better. Lower values keep more of the rows' order."""
 
 
 def make_batch(source: Source, rows: Integers, pad: int | None) -> dict[str, Array]:
@@ -119,7 +119,7 @@ def plan_batches(
 
 
 def _pack(pool: Integers, tokens: Integers, budget: int) -> list[Integers]:
-    """Packs by best-fit decreasing: each row goes to the batch with the least remaining space that still fits it."""
+    """Packs by best-fit decreasing. Each row goes to the batch with the least remaining space into which it fits."""
     bins: list[list[int]] = []
     space = np.empty(len(pool), np.int64)
     for item in _longest_first(pool, tokens):
@@ -137,7 +137,7 @@ def _pack(pool: Integers, tokens: Integers, budget: int) -> list[Integers]:
 
 
 def _pack_padded(pool: Integers, longest: Integers, counts: Integers, budget: int) -> list[Integers]:
-    """Groups rows of similar length to minimise padding."""
+    """Groups rows of similar length, to minimise padding."""
     bins: list[list[int]] = []
     width = lines = 0
     for item in _longest_first(pool, longest):

@@ -31,9 +31,9 @@ class Conversation:
     turns: list[int | None]
     """Number of the call that produced each message. ``None`` if the agent wrote it, or if unknown."""
     parent: int | None = None
-    """Index of the conversation that this one branches off, or whose call started it."""
+    """Index of the conversation from which this one branches off, or whose call started it."""
     shared: int = 0
-    """Number of leading messages shared with the conversation that this one branches off."""
+    """Number of leading messages that this conversation shares with the one from which it branches off."""
     started_by: int | None = None
     """Number of the call whose answer started this conversation, such as a sub-agent's."""
     role: str = ""
@@ -69,16 +69,16 @@ def conversations(
         turns: The trajectory's model calls.
     """
     call_of = {turn.message: number for number, turn in enumerate(turns) if turn.message >= 0}
-    """Maps each message to the call that produced it."""
+    """Call that produced each message, by message index."""
     answer_before = [-1] * len(messages)
-    """For each message, the nearest preceding answer. -1 if there is none."""
+    """Index of the nearest answer before each message. -1 if there is none."""
     for node, parent in enumerate(parents):
         if parent >= 0:
             answer_before[node] = parent if parent in call_of else answer_before[parent]
     ends: list[int] = []
     """The last message of each conversation."""
     owner: dict[int, int] = {}
-    """Maps each message to the first conversation that contains it."""
+    """First conversation that contains each message, by message index."""
     unanswered = set(range(len(messages))) - set(parents) - call_of.keys()
     for node in [*sorted(call_of, key=lambda answer: call_of[answer]), *sorted(unanswered)]:
         number = owner.get(answer_before[node], -1)

@@ -79,11 +79,11 @@ class Follower:
     ) -> None:
         self._run = run if isinstance(run, RunDir) else RunDir(run)
         self._read: dict[str, int] = {}
-        """Maps each journal's file name to the number of bytes read."""
+        """Number of bytes read from each journal, by file name."""
         self._skipped: set[str] = set()
         """Names of journals that are skipped until the next check of all journals."""
         self._grew_at: dict[str, float] = {}
-        """Maps each journal's file name to the time at which it was first seen or last grew."""
+        """Time at which each journal was first seen or last grew, by file name."""
         self._full_at = -math.inf
         """Time of the latest check of all journals."""
         self._failed: set[str] = set()
@@ -94,7 +94,7 @@ class Follower:
 
     @property
     def cursor(self) -> dict[str, Any]:
-        """The current position as JSON: ``journals`` (bytes read, by file name) and ``failed`` (ids)."""
+        """Current position as JSON. It consists of ``journals`` (bytes read, by file name) and ``failed`` (ids)."""
         return {"journals": dict(self._read), "failed": sorted(self._failed)}
 
     def poll(self) -> list[Row]:
@@ -229,7 +229,7 @@ def _of_earlier_starts(names: Iterable[str]) -> set[str]:
 
 
 def _read_cursor(cursor: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
-    """Parses a cursor. Returns a mapping from each journal to the number of bytes read so far, and the failed ids."""
+    """Parses a cursor. Returns the number of bytes read from each journal by file name, and the failed ids."""
     read, failed = cursor.get("journals"), cursor.get("failed")
     if (
         isinstance(read, dict)

@@ -1,4 +1,4 @@
-"""Sources of rows and columns: a ``trajectories.h5``, or the journals of a run.
+"""Reads rows and columns from a ``trajectories.h5`` or from the journals of a run.
 
 A source identifies rows by number. Columns are read whole on first use and cached. Ragged data is read row by row, or
 for many rows together with :meth:`Source.flat`. Opening a source reads nothing, so a campaign of a million rollouts
@@ -62,10 +62,10 @@ class SequenceView:
     policy: str
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    """Log-probabilities. NaN for tokens that were not sampled."""
+    """Log-probability of each token. NaN for tokens that were not sampled."""
     loss_mask: NDArray[np.uint8]
     weight_versions: NDArray[np.int32]
-    """Weight versions. -1 for tokens that were not sampled."""
+    """Weight version that sampled each token. -1 for tokens that were not sampled."""
     experts: Array | None = None
     """Routed experts, uint8 or uint16 of shape (T, layers, experts per token), if the engine reported them. If all
     bytes of a token are 255, its experts are unknown."""
@@ -89,13 +89,13 @@ class Flat(NamedTuple):
     row: Integers
     """Row number of each sequence, shape (S,)."""
     policy: Array
-    """Policy of each sequence, an object array of ``str`` of shape (S,)."""
+    """Policy of each sequence, as an object array of ``str``, shape (S,)."""
     offsets: Integers
     """Offsets of the sequences in the token columns, shape (S+1,)."""
     tokens: NDArray[np.int32]
     """Token ids, shape (T,). The next three arrays have the same shape."""
     logprobs: NDArray[np.float32]
-    """Log-probabilities. NaN for tokens that were not sampled."""
+    """Log-probabilities, shape (T,). NaN for tokens that were not sampled."""
     loss_mask: NDArray[np.uint8]
     weight_versions: NDArray[np.int32]
 
@@ -156,7 +156,7 @@ class Source(Protocol):
 
 
 class ClosedSource:
-    """A source that was closed. Every use raises ConfigError."""
+    """Replaces a source that was closed. Every use raises ConfigError."""
 
     path: Path
 
@@ -600,8 +600,9 @@ def _array(dtype: str, values: list[Any]) -> Array:
 
 
 class WithGiven:
-    """Adds the rewards in ``RUN/rewards`` to the rows of a source, as ``NAME`` and ``NAME.PART``. Reads them when a
-    reward is first requested.
+    """Adds the rewards in ``RUN/rewards`` to the rows of a source, as ``NAME`` and ``NAME.PART``.
+
+    Reads them when a reward is first requested.
 
     Args:
         source: Source of the run's rows.
@@ -635,7 +636,7 @@ class WithGiven:
 
     @cached_property
     def _given(self) -> dict[str, dict[str, float]]:
-        """Maps each rollout id to its rewards by name."""
+        """Returns the added rewards by rollout id and name."""
         rewards: dict[str, dict[str, float]] = {}
         for name, lines in given_rewards(self._run).items():
             for rollout, given in lines.items():

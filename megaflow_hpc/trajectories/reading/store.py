@@ -66,7 +66,7 @@ class TrajectoryStore:
         self.recorded = source
         """The rows as the campaign stored them."""
         self.source = cast(Source, WithGiven(source, run)) if run and run.rewards.is_dir() else source
-        """The same rows, including rewards added later by ``reverify``."""
+        """The rows of :attr:`recorded`, with the rewards that ``reverify`` added later."""
         self.path = path
         """The file or run directory that is being read."""
 
@@ -105,7 +105,7 @@ class TrajectoryStore:
         return (Row(self.source, row) for row in range(len(self)))
 
     def __getitem__(self, key: int | str) -> Row:
-        """Returns a row by its number or its rollout id. Negative numbers count from the end.
+        """Returns a row by its number or its rollout id. A negative number counts from the end.
 
         Raises:
             IndexError: The row number is out of range.
@@ -432,7 +432,7 @@ class Row:
 
     @property
     def sequence_roles(self) -> list[str]:
-        """The role that sampled each token sequence. Empty strings if there is no team."""
+        """The role that sampled each token sequence. Empty strings if the agents do not form a team."""
         roles = {turn.sequence: turn.role for turn in self.turns}
         return [roles.get(number, "") for number in range(len(self.sequences))]
 
@@ -458,7 +458,7 @@ class Row:
 
     @property
     def image_labels(self) -> dict[str, str]:
-        """A short text label for each image, by SHA-256. Does not read the images."""
+        """Short text label of each image, by SHA-256. Reads no image."""
         return {name: image.label for name, image in self._source.images(self.index, with_data=False).items()}
 
     def trajectory(self) -> Trajectory:

@@ -54,7 +54,10 @@ class Vocabulary:
         self._byte_level = '"ByteLevel"' in steps
 
     def piece(self, token: int) -> str:
-        """Returns the text of a token id. Empty if unknown. Partial characters are decoded with ``surrogateescape``."""
+        """Returns the text of a token id. Returns an empty string for an unknown id.
+
+        Partial characters are decoded with ``surrogateescape``.
+        """
         if token in self._special:
             return self._special[token]
         piece = self._pieces.get(token, "")
@@ -91,7 +94,7 @@ def kept(run: RunDir, policy: str) -> Path:
 
 
 def find(source: Path, models: Mapping[str, Any], policy: str) -> Path | None:
-    """Returns the path of a policy's tokenizer. ``None`` if it does not exist.
+    """Returns the path of a policy's tokenizer. Returns ``None`` if it does not exist.
 
     Args:
         source: The run directory or campaign file being read.
@@ -109,7 +112,7 @@ def find(source: Path, models: Mapping[str, Any], policy: str) -> Path | None:
 
 
 def _alphabet() -> dict[str, bytes]:
-    """Returns GPT-2's byte-level alphabet as a mapping from character to byte.
+    """Returns the byte that each character of GPT-2's byte-level alphabet stands for.
 
     Printable bytes map to themselves. All other bytes are represented by characters from code point 256 up.
     """

@@ -135,7 +135,7 @@ def test_too_many_names_cost_the_agents_rewards_or_the_verdict_and_no_tokens() -
     _add(trajectory, AgentResult(rewards=many("a", 600)), recording("one"))
     _add_verdict(trajectory, _storable(Verdict.of({"reward": 1.0, **many("r", 600)}), 3))
     assert (trajectory.reward, len(trajectory.rewards), trajectory.error_kind) == (1.0, 601, "agent")
-    assert "the agent's rewards are left out: with those of the verifier, 1201 names of rewards" in trajectory.error
+    assert "the agent's rewards are left out: together with the verifier's, 1201 names of rewards" in trajectory.error
     assert len(stored(trajectory).turns) == 3
     steps = _storable(Verdict.of({"reward": 1.0, **many("r", 1200)}), 3)  # of several steps of a task
     assert (steps.reward, set(steps.rewards.values()), len(steps.rewards)) == (0.0, {0.0}, 1000)

@@ -29,8 +29,10 @@ from megaflow_hpc.model.images import read_data_url
 from megaflow_hpc.trajectory import Image, ImageSpan, image_parts
 
 END, START, IMAGE, OTHER = 256, 257, 258, 512
-"""Token ids: end of a turn, start of a turn, image placeholder, and the first alternative id. Engines with drift sample
-alternative ids for some bytes."""
+"""Token ids: end of a turn, start of a turn, image placeholder, and first alternative id.
+
+An engine with drift reports an alternative id for some bytes.
+"""
 PATCH = 64
 """Width and height in pixels of the part of an image that one placeholder represents."""
 SLEEP_TAGS = frozenset({"weights", "kv_cache"})
@@ -127,7 +129,7 @@ class ScriptedEngine:
         return web.json_response(_response(body, self.model_name, prompt, sampled, message, finish, chat=chat))
 
     def sample(self, text: str, prompt: Sequence[int]) -> list[int]:
-        """Returns the token ids to report for an answer's text."""
+        """Returns the token ids that the engine reports for an answer's text."""
         return [*text.encode("utf-8", "replace"), END]
 
     async def refusal(self, answer: ScriptedAnswer, prompt: int, wanted: int) -> web.Response | None:
@@ -287,7 +289,7 @@ def render(
 
 
 def _span(start: int, url: str) -> ImageSpan:
-    """Returns the placeholder span of an image. An image on another host is not fetched and gets a single
+    """Returns the span of an image's placeholders. An image on another host is not fetched and gets a single
     placeholder."""
     if not url.startswith("data:"):
         return ImageSpan(start, 1, url)
@@ -309,7 +311,7 @@ def features_of(spans: Sequence[ImageSpan]) -> dict[str, Any] | None:
 
 
 def logprob(token: int, position: int) -> float:
-    """Returns a fake log-probability in (-2, 0), determined by id and position."""
+    """Returns an invented log-probability in (-2, 0), which is a function of id and position."""
     return -(1 + (token * 31 + position * 17) % 199) / 100
 
 

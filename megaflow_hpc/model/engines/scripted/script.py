@@ -67,7 +67,7 @@ class ScriptedTask:
 
 @dataclass(frozen=True)
 class Script:
-    """Answers of a scripted engine. ``default`` applies if no task matches."""
+    """Scripted answers by task. ``default`` applies if no task matches."""
 
     tasks: tuple[ScriptedTask, ...] = ()
     default: tuple[ScriptedAnswer, ...] = (ScriptedAnswer(DEFAULT),)

@@ -1,4 +1,4 @@
-"""Conversions between the APIs that agents use and chat completions, one module per API.
+"""Converts between the APIs that agents use and chat completions, with one module per API.
 
 Engines only receive chat completions (or plain ones), so recording and routing are the same for every API::
 
@@ -51,7 +51,7 @@ DIALECTS: Mapping[str, Dialect] = {
     "/responses": responses,
     "/models/MODEL:generateContent": gemini,
 }
-"""Maps each path below ``/v1`` to its dialect. Gemini's paths contain the model (:data:`.gemini.PATH`)."""
+"""Dialect of each path below ``/v1``. Gemini's paths contain the model (:data:`.gemini.PATH`)."""
 TABLES: Mapping[str, Mapping[str, options.Option]] = {
     "/chat/completions": options.CHAT,
     "/completions": options.COMPLETIONS,
@@ -59,11 +59,11 @@ TABLES: Mapping[str, Mapping[str, options.Option]] = {
     "/responses": responses.RESPONSES,
     "/models/MODEL:generateContent": gemini.GEMINI,
 }
-"""Maps each path below ``/v1`` to its table of options."""
+"""Table of options for each path below ``/v1``."""
 
 
 def dialect_of(path: str, headers: Mapping[str, str]) -> Dialect:
-    """Returns the dialect in which errors of a request are reported, even if its path does not exist."""
+    """Returns the dialect in which errors of a request are reported. A path that does not exist has one too."""
     if "/v1beta/" in path or "x-goog-api-key" in headers:
         return gemini
     tail = path.partition("/v1")[2]

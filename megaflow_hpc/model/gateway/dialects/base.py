@@ -78,7 +78,7 @@ def _explained(error: msgspec.ValidationError, value: Any, kind: Any, field: str
 
 
 def _value_at(value: Any, kind: Any, path: str) -> tuple[Any, list[str]]:
-    """Returns the value at a path, and the literals or struct tags that the type allows there."""
+    """Returns the value at a path, and the literals or struct tags that are valid there."""
     kinds = _members(inspect.type_info(kind))
     for name, number in _STEP.findall(path):
         tags = [str(kind.tag) for kind in kinds if isinstance(kind, inspect.StructType) and kind.tag_field == name]
@@ -139,8 +139,8 @@ def bounded(value: Any, field: str, max_bytes: int) -> None:
 
 
 def bounded_arguments(text: str, field: str) -> str:
-    """Checks a tool call's encoded arguments, because engines decode them. They may be invalid JSON, since a model
-    wrote them."""
+    """Checks a tool call's encoded arguments, because engines decode them. A model wrote them, so they may be invalid
+    JSON."""
     if len(text) > MAX_ARGUMENTS_LENGTH:
         raise BadRequest(f"{field}: {len(text)} characters; {MAX_ARGUMENTS_LENGTH} are allowed")
     opened = deepest = containers = values = 0

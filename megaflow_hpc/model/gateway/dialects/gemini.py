@@ -153,7 +153,7 @@ GEMINI: Mapping[str, Option] = {
 """Options of ``/v1beta/models/MODEL:generateContent``. ``model`` and ``stream`` come from the path."""
 _NAMES = {"max_output_tokens": "max_tokens", "candidate_count": "n", "stop_sequences": "stop"}
 _NAMES |= {name: name for name in ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")}
-"""Maps each field of :class:`GenerationConfig` to its chat option."""
+"""Chat option for each field of :class:`GenerationConfig`."""
 
 
 # --- the request -----------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def _conversation(given: Mapping[str, Any]) -> dict[str, Any]:
     text = "\n\n".join(part.text for part in system.parts if part.text)
     messages = [{"role": "system", "content": text}] if text else []
     pending: dict[str, dict[str, None]] = {}
-    """Maps each function to the ids of its calls that have no result so far, in order."""
+    """Ids of each function's calls that have no result so far, by function. The ids are in order."""
     for number, content in enumerate(contents):
         if content.role == "model":
             messages.append(_answer_of(content, number, pending))
@@ -237,8 +237,9 @@ def _image(blob: Blob) -> dict[str, Any]:
 
 
 def _result(response: Mapping[str, Any]) -> str:
-    """Returns a function's result as text, which clients put into the field ``output`` or ``error``."""
-    if len(response) == 1 and isinstance(text := response.get("output", response.get("error")), str):
+    """Returns a function's result as text. Clients put it into the field ``output`` or ``error``."""
+    text = response.get("output", response.get("error"))
+    if len(response) == 1 and isinstance(text, str):
         return text
     return written_arguments(response, "functionResponse.response")
 
@@ -254,7 +255,8 @@ def _answer_of(content: Content, turn: int, pending: dict[str, dict[str, None]])
             calls.append({"id": call_id, "type": "function", "function": function})
     texts = [text_part(part.text) for part in content.parts if part.text and not part.thought]
     message: dict[str, Any] = {"role": "assistant", "content": text_of(texts)}
-    if thoughts := "".join(part.text or "" for part in content.parts if part.thought):
+    thoughts = "".join(part.text or "" for part in content.parts if part.thought)
+    if thoughts:
         message["reasoning"] = thoughts
     if calls:
         message["tool_calls"] = calls

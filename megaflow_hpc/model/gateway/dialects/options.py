@@ -1,4 +1,4 @@
-"""Tables of the options of a model call, one per dialect.
+"""Defines tables of the options of a model call, one for each dialect.
 
 Each option is passed on to the engine, dropped, or refused. Options not in a table are dropped, because every version
 of a client adds new ones. The engine's request is built in two steps::
@@ -123,7 +123,7 @@ class Option:
     """Condition under which the option constrains a call. The call's tokens then get loss mask 0. If empty, the option
     never constrains a call."""
     becomes: str = ""
-    """Name of the chat option to which this option is converted, if different."""
+    """Name of the chat option to which this option is converted. Empty if it keeps its name."""
 
 
 def flags(names: str) -> dict[str, Option]:
@@ -203,7 +203,7 @@ CHAT: Mapping[str, Option] = {
     **refused("is not served; give tools and tool_choice", "functions function_call"),
     **refused("is not served; ask for text", "audio"),
 }
-"""Options for ``/v1/chat/completions``. Requests to the other chat APIs are converted to it."""
+"""Options of ``/v1/chat/completions``. Requests in the other chat APIs are converted to these options."""
 
 COMPLETIONS: Mapping[str, Option] = {
     **SAMPLING,
@@ -296,4 +296,4 @@ CONSTRAINING: Mapping[str, Callable[[Any], bool]] = {
     "tool_choice": lambda value: value not in ("none", "auto"),
     "tools": lambda value: any(tool["function"].get("strict") for tool in value),
 }
-"""Maps each option that can constrain tokens, other than sampling settings, to a test of its validated value."""
+"""Test for each option that can constrain tokens, other than sampling settings. It takes the validated value."""

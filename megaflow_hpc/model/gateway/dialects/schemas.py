@@ -1,4 +1,4 @@
-"""JSON schemas and formats that constrain an answer. Engines compile them to grammars.
+"""Checks JSON schemas and formats that constrain an answer. Engines compile them to grammars.
 
 A schema's size, nesting, counts and regular expressions are limited. Cyclic references are refused if the cycle never
 descends into the value, as in ``{"$ref": "#"}``: engines compile it to a grammar that allows no token, and respond with
@@ -82,7 +82,7 @@ def response_format(value: Any, field: str) -> dict[str, Any]:
 
 
 class StructuredOutputs(msgspec.Struct, omit_defaults=True):
-    """vLLM's constraints on an answer, of which a request may set only one. Regular expressions and grammars are not
+    """vLLM's constraints on an answer. A request may set only one of them. Regular expressions and grammars are not
     allowed."""
 
     json: dict[str, Any] | None = None
