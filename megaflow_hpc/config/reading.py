@@ -8,6 +8,7 @@ derives the expected values from the JSON Schema of the sections, so messages st
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import os
 import re
@@ -212,13 +213,19 @@ def explain_all(error: ValidationError, path: str, node: yaml.Node | None, model
     several types is reported once.
     """
     problems: dict[Any, str] = {}
-    schema = model.model_json_schema()
+    schema = _schema(model)
     for problem in sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden"):
         location = [part for part in problem["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
         in_file = problem["type"] == "missing" or node is None
         key = tuple(location) if in_file else reached(node, location)
         problems.setdefault(key, f"{place_of(node, location, path)}: {_explained(problem, location, key, schema)}")
     return list(problems.values())
+
+
+@functools.cache
+def _schema(model: type[BaseModel]) -> Mapping[str, Any]:
+    """Returns the JSON Schema of a model. Making it takes 0.2 s, which a process should pay once."""
+    return model.model_json_schema()
 
 
 def _explained(problem: Any, location: Sequence[Any], key: Sequence[Any], schema: Mapping[str, Any]) -> str:
