@@ -21,6 +21,7 @@ from megaflow_hpc.campaign.planning import draft, model_paths
 from megaflow_hpc.campaign.planning.starter import Starter
 from megaflow_hpc.cli.progress import PlanProgress
 from megaflow_hpc.environments.images.build_progress import BuildProgress
+from megaflow_hpc.environments.sandbox import probe
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host import mounts
 from megaflow_hpc.slurm import site
@@ -177,6 +178,28 @@ def test_what_no_partition_can_run_is_refused_with_key_and_limit_and_nothing_is_
     refused = "sbatch refused the pods job (slurm.pods of the campaign): Invalid account; see slurm.account\n"
     assert refused in done.stderr
     assert files(campaign) == before
+
+
+def test_requeues_that_are_off_and_a_walltime_without_work_are_named_and_nothing_is_queued(
+    campaign: Path, slurm: Path, megaflow: Megaflow
+) -> None:
+    write_program(slurm / "sacctmgr", "exit 1")
+    right, queued = campaign.read_text(), slurm / "queued"
+    write_program(slurm / "sbatch", f"touch {queued}; exit 1")
+    campaign.write_text(f"{right}slurm: {{requeue: false, no-requeue: true, pods: {{time: 60}}}}\n")
+    assert "slurm.pods: no-requeue is among its options" in megaflow("check", campaign).stderr
+    write_program(slurm / "scontrol", f"printf %s {shlex.quote(CONFIGURATION + 'JobRequeue = 0')}")
+    for option, warned in (("false", True), ("true", False)):
+        site.configuration.cache_clear()
+        campaign.write_text(f"{right}slurm: {{requeue: {option}, pods: {{time: 60}}}}\n")
+        assert ("JobRequeue=0" in megaflow("check", campaign).stderr) == warned
+    campaign.write_text(f"{right}slurm: {{pods: {{time: 20, signal: 'B:USR2@1200'}}}}\n")
+    before = files(campaign)
+    done = megaflow("run", campaign)
+    assert done.returncode == 2
+    assert "slurm.pods.time: 1200 s, and its signal before the end is 1200 s" in done.stderr
+    assert files(campaign) == before
+    assert not queued.exists()
 
 
 def test_without_a_named_partition_the_default_one_refuses_nothing(
@@ -647,46 +670,54 @@ def test_planning_says_what_it_is_at_when_that_takes_long(
     assert "images: 1/1 made" in said
 
 
-def own_check(verb: str, campaign: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs a verb in a process of its own, with the site's check."""
-    environment = {**os.environ, **variables}
+REQUIRE, CHECK_PACKAGES = probe.require, facade.check_packages
+"""The real checks, which the fixture ``bare_host`` replaces."""
+
+
+@pytest.fixture
+def own_checks(monkeypatch: pytest.MonkeyPatch, slurm: Path) -> None:
+    """Verbs check Apptainer, packages and MPI of a site with Slurm."""
+    monkeypatch.setattr(probe, "require", REQUIRE)
+    monkeypatch.setattr(facade, "check_packages", CHECK_PACKAGES)
     for name in ("MEGAFLOW_APPTAINER", "MEGAFLOW_MPI"):
-        environment.pop(name, None)
-    command = [sys.executable, "-m", "megaflow_hpc", verb, str(campaign)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.usefixtures("own_checks")
 @pytest.mark.parametrize("verb", ["check", "plan", "run", "submit"])
-def test_a_missing_apptainer_is_found_before_anything_is_made(campaign: Path, slurm: Path, verb: str) -> None:
+def test_a_missing_apptainer_is_found_before_anything_is_made(campaign: Path, megaflow: Megaflow, verb: str) -> None:
     before = files(campaign)
-    done = own_check(verb, campaign)
+    done = megaflow(verb, campaign)
     assert done.returncode == 3
     assert "apptainer: not on PATH; load the site's module" in done.stderr
     assert "slurm.check: false" in done.stderr
     assert files(campaign) == before
     campaign.write_text(campaign.read_text() + "slurm: {setup: [module load apptainer]}\n")
-    assert "apptainer" not in own_check("check", campaign).stderr
+    assert "apptainer" not in megaflow("check", campaign).stderr
 
 
-@pytest.mark.parametrize("verb", ["check", "plan", "run"])
-@pytest.mark.parametrize("package", ["mpi4py", "aiohttp"])
+@pytest.mark.usefixtures("own_checks")
+@pytest.mark.parametrize(("verb", "package"), [("check", "mpi4py"), ("plan", "aiohttp"), ("run", "mpi4py")])
 def test_a_missing_package_of_pods_is_found_before_anything_is_made(
-    campaign: Path, slurm: Path, verb: str, package: str, tmp_path: Path
+    campaign: Path, verb: str, package: str, tmp_path: Path
 ) -> None:
     lacking = tmp_path / "lacking"
     lacking.mkdir()
     (lacking / f"{package}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{package}'\")\n")
     path = os.pathsep.join([str(lacking), os.environ.get("PYTHONPATH", "")])
     before = files(campaign)
-    done = own_check(verb, campaign, PYTHONPATH=path, PYTHONDONTWRITEBYTECODE="1")
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "megaflow_hpc", verb, str(campaign)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 3
     assert f"No module named '{package}'; pip install \"megaflow-hpc[run]\"" in done.stderr
     assert files(campaign) == before
 
 
-def test_check_asks_for_the_type_of_mpi_as_run_does(campaign: Path, slurm: Path) -> None:
+@pytest.mark.usefixtures("own_checks")
+def test_check_asks_for_the_type_of_mpi_as_run_does(campaign: Path, slurm: Path, megaflow: Megaflow) -> None:
     write_program(slurm / "srun", "echo 'MPI plugin types are...\n\tnone'")
-    assert "srun --mpi=list offers none of pmi2, pmix" in own_check("check", campaign).stderr
+    assert "srun --mpi=list offers none of pmi2, pmix" in megaflow("check", campaign).stderr
 
 
 def test_a_place_for_runs_that_cannot_hold_one_is_found_before_anything_is_prepared(

@@ -218,6 +218,7 @@ WORDS = {
     "check good.yaml extra": "extra: one argument too many",
     "submit dir --dry-run": "dir: cannot be read (Is a directory); name a campaign file",
     "prove dir": "dir: cannot be read (Is a directory); name a campaign file",
+    "prove good.yaml --wait 0": "--wait: 0: give a number above 0",
     "init project": "campaign.yaml: exists already; name another file, or replace it with --force",
     "init nowhere/c.yaml": "nowhere/c.yaml: there is no directory nowhere; create it, or name another file",
     "init --recipe nosuch": "nosuch: no such recipe; the recipes are: ",

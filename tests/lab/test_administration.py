@@ -15,7 +15,7 @@ import pytest
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.slurm import accounting
 from megaflow_hpc.trajectories import open_trajectories
-from tests.support.campaigns import Make, cli, rows
+from tests.support.campaigns import Make, cli, rows, verb
 from tests.support.labs import pods
 from tests.support.processes import processes
 from tests.support.waiting import eventually, until
@@ -93,20 +93,20 @@ def _checked_usage(run: Run) -> float:
     (cores,) = (int(cores) for job, _, cores in held if job == attempt.job_id)
     worked = cores * (attempt.finished_at - attempt.started_at)
     idle_s = sum(int(seconds) for job, seconds, _ in held if job not in run.job_ids("gather")) - worked
-    [usage] = json.loads(cli("usage", run.path, "--json").stdout)["runs"]
+    [usage] = json.loads(verb("usage", run.path, "--json").stdout)["runs"]
     assert abs(usage["core_seconds"] - core_s) <= rounded
     assert abs(usage["idle_core_seconds"] - idle_s) <= rounded
     assert worked > 0
     assert usage["idle_core_seconds"] < usage["core_seconds"] - worked + 1
     assert usage["gpu_seconds"] == 0
-    shown = json.loads(cli("status", run.path, "--usage", "--json").stdout)["usage"]
+    shown = json.loads(verb("status", run.path, "--usage", "--json").stdout)["usage"]
     assert shown["core_seconds"] == usage["core_seconds"]
     return float(usage["core_seconds"])
 
 
 def _check_cost(run: Run, core_seconds: float) -> None:
     """The report's costs are of the accounting."""
-    told = json.loads(cli("report", run.path, "--json", "--core-hour", "1", "--no-pictures").stdout)["runs"][0]["cost"]
+    told = json.loads(verb("report", run.path, "--json", "--core-hour", "1", "--no-pictures").stdout)["runs"][0]["cost"]
     assert told["source"] == "accounting"
     assert {role["role"]: role["jobs"] for role in told["roles"]} == {"gather": 1, "pods": 2}
     assert told["price"] == pytest.approx(told["core_hours"], rel=1e-4)

@@ -11,7 +11,7 @@ from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.slurm import limits
-from tests.support.campaigns import Make, cli, rows
+from tests.support.campaigns import Make, cli, rows, verb
 from tests.support.labs import pods
 from tests.support.waiting import until
 
@@ -29,7 +29,7 @@ def test_a_campaign_of_two_partitions_grows_once_and_shrinks(make_campaign: Make
         return len([pod for pod in run.status()["pods"] if pod["running"]])
 
     until(lambda: at_work() == 2, "pods of both partitions run rollouts")
-    first = json.loads(cli("scale", run.path, "--pods", "3", "--json").stdout)
+    first = json.loads(verb("scale", run.path, "--pods", "3", "--json").stdout)
     assert len(first["added"]) == 1
     assert run.scale(3) == {"added": [], "leaving": []}
     until(lambda: at_work() == 3, "the added pod runs rollouts")
@@ -45,7 +45,7 @@ def test_a_campaign_of_two_partitions_grows_once_and_shrinks(make_campaign: Make
     assert len(run.job_ids("gather")) == 1
     left = [pod for pod in summary["pods"] if pod["job_id"] == changed["leaving"][0]]
     assert [pod["state"] for pod in left] == ["drained"], "it drained and was not requeued"
-    assert cli("scale", run.path, "--pods", "5").stdout.strip() == "the campaign is finished"
+    assert verb("scale", run.path, "--pods", "5").stdout.strip() == "the campaign is finished"
 
 
 def test_a_qos_that_allows_twelve_jobs_gets_as_many_pods_as_fit(make_campaign: Make) -> None:

@@ -17,12 +17,10 @@ from tests.support.labs import Lab, own_lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
 
-CONF = "PartitionName=whole Nodes=cpu[1-4] OverSubscribe=EXCLUSIVE DefaultTime=30 MaxTime=60\n"
-
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with own_lab(tmp_path_factory.mktemp("differing"), CONF) as lab:
+    with own_lab(tmp_path_factory.mktemp("differing"), site_name="exclusive") as lab:
         site.partitions.cache_clear()
         yield lab
         site.partitions.cache_clear()
@@ -39,11 +37,11 @@ def python(folder: Path, role: str) -> Path:
 def test_ranks_fill_the_nodes_of_a_partition_that_allocates_whole_ones(
     lab: Lab, make_campaign: Make, tmp_path: Path
 ) -> None:
-    pods = "slurm:\n  pods: {partition: whole, count: 2, RANKS mem: 2G, time: 40}\n  gather: {partition: cpu}\n"
-    path = make_campaign(1, pods.replace("RANKS", ""))
+    assert "OverSubscribe=EXCLUSIVE" in lab.slurm("scontrol", "show", "partition", "cpu")
+    path = make_campaign(1, "slurm:\n  pods: {partition: cpu, count: 2, mem: 2G, time: 40}\n")
     done = cli("check", path)
     assert done.returncode == 0, done.stderr
-    assert "a pod uses 4 of the 8 CPUs charged for it, because whole allocates whole nodes" in done.stderr
+    assert "a pod uses 4 of the 8 CPUs charged for it, because cpu allocates whole nodes" in done.stderr
     _, estimate = Campaign.from_yaml(path).estimate(rollout_seconds=60)
     assert [job.cores for job in estimate.jobs if job.role == "pods"] == [8]
     path.write_text(path.read_text().replace("mem:", "ranks_per_node: fill, mem:"))

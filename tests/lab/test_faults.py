@@ -14,7 +14,7 @@ from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.slurm import accounting, limits
 from tests.bench.chaos import trial
-from tests.support.campaigns import Make, cli, rows, stored
+from tests.support.campaigns import Make, rows, stored, verb
 from tests.support.labs import Lab, own_lab, pods
 from tests.support.waiting import until
 
@@ -128,16 +128,16 @@ def _cancelled(run: Run) -> None:
     """Cancels a running campaign by the command line, which says what it did."""
 
     def listed() -> str:
-        return str(json.loads(cli("list", run.path, "--json").stdout)[0]["state"])
+        return str(json.loads(verb("list", run.path, "--json").stdout)[0]["state"])
 
     assert listed() == "running"
-    found = json.loads(cli("cancel", run.path, "--json").stdout)
+    found = json.loads(verb("cancel", run.path, "--json").stdout)
     assert (found["before"], found["pods"]) == ("running", [])
     assert set(found["cancelled"]) <= set(run.job_ids())
     until(lambda: not run.live_jobs(0), "all jobs are gone")
     assert run.status()["state"] == listed() == "cancelled"
-    assert cli("cancel", run.path).stdout == "nothing was queued or running\n"
-    cli("gather", run.path)
+    assert verb("cancel", run.path).stdout == "nothing was queued or running\n"
+    verb("gather", run.path)
     assert 1 <= len(rows(run.path)) < 16
 
 

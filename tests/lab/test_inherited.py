@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.campaigns import Make, cli
+from tests.support.campaigns import Make, cli, verb
 from tests.support.labs import sbatch
 from tests.support.places import ROOT
 
@@ -45,9 +45,9 @@ def test_pods_that_never_start_are_named_with_their_cause(make_campaign: Make) -
     assert "before any rollout: " in done.stdout
     assert "ModuleNotFoundError: No module named 'encodings'" in done.stdout
     run = done.stdout.splitlines()[-1].removeprefix("results: ")
-    status = json.loads(cli("status", run, "--json").stdout)
+    status = json.loads(verb("status", run, "--json").stdout)
     assert status["state"] == "stopped"
     (pod,) = status["unstarted"]
     assert os.path.isfile(pod["log"])
     assert pod["exit_status"]
-    assert "before any rollout" in cli("status", run).stdout
+    assert "before any rollout" in verb("status", run).stdout

@@ -16,7 +16,7 @@ import pytest
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.slurm import site
 from megaflow_hpc.slurm.fits import walltime_s
-from tests.support.campaigns import Make, cli, rows, small_rows
+from tests.support.campaigns import Make, cli, rows, small_rows, verb
 from tests.support.labs import REASONS, pods
 from tests.support.waiting import eventually, until
 
@@ -105,7 +105,7 @@ def test_run_status_and_watch_say_why_each_pod_waits(make_campaign: Make, crowde
             return all(any(re.fullmatch(code, reason) for reason in found) for code in REASONS)
 
         assert eventually(all_seen, 90, every_s=1.0), f"each cause shows, and not only {found}"
-        lines = [line for line in cli("status", run.path).stdout.splitlines() if " in the queue: " in line]
+        lines = [line for line in verb("status", run.path).stdout.splitlines() if " in the queue: " in line]
         assert len(lines) == len(REASONS), lines
         for code, words_of_it in REASONS.items():
             [line] = [line for line in lines if re.search(f": ({code}) ", line)]

@@ -9,7 +9,7 @@ import yaml
 
 from megaflow_hpc import Campaign
 from megaflow_hpc.slurm import site
-from tests.support.campaigns import Make, cli, rows
+from tests.support.campaigns import Make, rows, verb
 from tests.support.labs import pods
 from tests.support.services import write_counting
 from tests.support.waiting import until
@@ -29,7 +29,7 @@ def test_a_service_job_is_requeued_and_every_rollout_counts_once(
     assert run.job_ids("servers")
     site.ask("scontrol", "requeue", server["job_id"])
     run.wait(timeout_s=900)
-    assert set(rows(run.path).values()) == {("completed", 1.0)}, cli("status", run.path).stdout
+    assert set(rows(run.path).values()) == {("completed", 1.0)}, verb("status", run.path).stdout
     assert len(rows(run.path)) == 4
     logs = "".join(path.read_text() for path in (run.path / "logs").glob("server*"))
     assert logs.count("serving at https://") >= 2, logs

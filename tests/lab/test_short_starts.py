@@ -1,13 +1,12 @@
-"""Pods that end before their work: by the walltime, preemption, or the loss of a rank.
+"""Pods that end before their work: by the walltime or preemption.
 
-Two campaigns that wait for minutes run in the background, on nodes that the other tests do not use.
+A campaign that waits for minutes runs in the background, on nodes that the other test does not use.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import time
 import uuid
@@ -20,21 +19,18 @@ from typing import Any
 import pytest
 import yaml
 
-from megaflow_hpc import Campaign, open_trajectories
+from megaflow_hpc import open_trajectories
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.environments.sandbox.processes import is_runner
 from megaflow_hpc.host import process
 from megaflow_hpc.slurm import accounting
-from megaflow_hpc.slurm.ids import scancel
 from megaflow_hpc.trajectory import Trajectory
-from tests.support.campaigns import Make, cli, rows, stored
+from tests.support.campaigns import Make, cli
 from tests.support.harbor_tasks import write_solved_task
-from tests.support.labs import pods
-from tests.support.processes import processes_of
 from tests.support.scripted import ENGINE, block
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.usefixtures("slurm", "cut", "lost", "timeout")]
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.usefixtures("slurm", "cut", "timeout")]
 
 CUT_S = 90
 """Longer than a rollout can last in two minutes of walltime: its pod is warned a minute before the end or earlier, and
@@ -57,12 +53,12 @@ class Waits:
 
 @pytest.fixture(scope="module")
 def background() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as threads:
+    with ThreadPoolExecutor(1) as threads:
         yield threads
 
 
 def campaign(folder: Path, image: Path, agent: str, **sections: Any) -> Path:
-    """Writes a campaign for the nodes that other tests of this module leave alone."""
+    """Writes a campaign for the nodes that the other test of this module leaves alone."""
     content = {"name": "small", "tasks": "tasks/*", "agent": agent}
     content |= {"environment": {"network": "none", "images": {"base": str(image)}}, **sections}
     content["slurm"]["pods"] |= {"partition": "gpu", "count": 1, "mem": "1G"}
@@ -120,69 +116,10 @@ def timeout(slurm: None) -> str:
     return subprocess.check_output(words, text=True).strip()
 
 
-@dataclass(frozen=True)
-class LostRun:
-    """A pod that lost a worker, and later its first rank: the starts after each, and the end."""
-
-    after_worker: set[str]
-    summary: dict[str, Any]
-    path: Path
-    after_first: set[str]
-
-
-@pytest.fixture(scope="module")
-def lost(
-    slurm: None, background: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory, base_sif: Path
-) -> Future[LostRun]:
-    folder = tmp_path_factory.mktemp("lost")
-    for number in range(8):
-        write_solved_task(folder / "tasks", f"task{number}", "sleep 3; echo 42 > answer")
-    section = {"pods": {"ranks_per_node": 3, "slots_per_rank": 1, "time": 10}}
-    file = campaign(folder, base_sif, "oracle", slurm=section)
-
-    def runs() -> LostRun:
-        run = Campaign.from_yaml(file).submit()
-
-        def starts() -> set[str]:
-            return {pod["pod"].rpartition(".")[2] for pod in run.status()["pods"]}
-
-        until(lambda: stored(run) >= 1, "first rollout")
-        os.kill(ranks_of(run)[True][0], signal.SIGKILL)
-        done = stored(run)
-        until(lambda: run.status()["retries"], "the worker's rollouts are tried again")
-        until(lambda: stored(run) > done, "the pod goes on")
-        after_worker = starts()
-        os.kill(ranks_of(run)[False][0], signal.SIGKILL)
-        return LostRun(after_worker, run.wait(timeout_s=900), run.path, starts())
-
-    return background.submit(runs)
-
-
 def only(run: Path) -> Trajectory:
     with open_trajectories(run) as store:
         [row] = store
         return row.trajectory()
-
-
-def ranks_of(run: Run) -> dict[bool, list[int]]:
-    """Pids of a run's ranks on this host: ``True`` the workers (which have a runner as child), ``False`` rank 0."""
-    found: dict[bool, list[int]] = {True: [], False: []}
-    for pid in processes_of("megaflow_hpc.pod", str(run.path)):
-        found[bool(Path(f"/proc/{pid}/task/{pid}/children").read_text())].append(pid)
-    return found
-
-
-def test_a_start_that_the_walltime_ends_is_not_counted_as_a_crash(make_campaign: Make) -> None:
-    section = pods(count=1).replace("slurm:\n", "slurm:\n  requeues: 0\n")
-    run = Campaign.from_yaml(make_campaign(8, section, agent="oracle", solution="sleep 2; echo 42 > answer")).submit()
-    (array,) = run.job_ids("pods")
-    events = run.dir.event_file(f"{array}_0", "0")
-    until(lambda: events.exists() and '"event": "rollout"' in events.read_text(), "a rollout is stored")
-    scancel([f"{array}_0"], "--batch", "--signal=USR2")  # as Slurm does before the walltime
-    assert run.wait(timeout_s=900)["state"] == "finished"
-    assert rows(run.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(8)}
-    assert {pod["pod"].rpartition(".")[2] for pod in run.status()["pods"]} == {"1"}
-    assert "0 of 0 in a row that stored nothing" in next(run.dir.logs.glob("pod-*.log")).read_text()
 
 
 SLURM = """\
@@ -238,14 +175,6 @@ def test_what_preemption_finds_waiting_for_its_model_goes_on_and_nothing_that_di
     assert (first.status, first.error_kind, second.status) == ("cancelled", "preemption", "completed")
     assert first.error == "cut short after turn 1; its state was kept"
     assert first.job_id == second.job_id
-
-
-def test_lost_ranks_cost_their_rollouts_a_retry_and_nothing_else(lost: Future[LostRun]) -> None:
-    found = lost.result(timeout=400)
-    assert found.after_worker == {"0"}
-    assert found.summary["state"] == "finished"
-    assert rows(found.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(8)}
-    assert found.after_first == {"1"}
 
 
 def test_what_no_walltime_holds_is_cut_and_goes_on_in_a_longer_one(cut: Future[CutRun]) -> None:

@@ -6,13 +6,15 @@ import json
 import os
 import shlex
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from megaflow_hpc import Campaign
-from tests.support.campaigns import Make, rows, small_rows, stored
+from megaflow_hpc.errors import SiteError
+from tests.support.campaigns import Make, cli, rows, small_rows, started, stored
 from tests.support.labs import Lab, own_lab, pods
 from tests.support.waiting import until
 
@@ -39,10 +41,7 @@ class Variant:
 
 SERVERS = "{{engine: scripted, script: answers.yaml, gpus: {}}}"
 VARIANTS = {
-    "waittime": Variant("scontrol show config", "WaitTime                = 15 sec"),
     "norequeue": Variant("scontrol show config", "JobRequeue              = 0"),
-    "grace": Variant("scontrol show partition preempt", "GraceTime=40", pods("preempt", count=1)),
-    "lua": Variant("scontrol show config", "JobSubmitPlugins        = lua", pods(count=1) + "  account: lab\n"),
     "hidden": Variant(
         "scontrol show partition gpu",
         "Hidden=YES",
@@ -50,12 +49,6 @@ VARIANTS = {
         + "  check: false\n  servers: {constraint: gpu, time: 10, mem: 1G}\n",
         SERVERS.format(1),
         {"pods": "partition=cpu", "servers": "partition=gpu", "gather": "partition=cpu"},
-    ),
-    "exclusive": Variant(
-        "scontrol show partition cpu",
-        "OverSubscribe=EXCLUSIVE",
-        pods(count=1).replace("ranks_per_node: 2", "ranks_per_node: fill"),
-        where={"pods": "ncpus=8"},
     ),
     "gputypes": Variant(
         "scontrol show node gpu2",
@@ -66,6 +59,10 @@ VARIANTS = {
     ),
     "ratelimit": Variant("scontrol show config", "rl_enable"),
 }
+OTHERS = {"plain", "waittime", "exclusive", "grace", "lua", "psslurm", "array"}
+"""Variants on which other tests run campaigns: below, in test_refusals.py and in test_differing_nodes.py."""
+PGID = "ProctrackType=proctrack/pgid\n"
+"""Slurm signals the tasks of a step and not what they have started, as with proctrack/cgroup."""
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +72,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_variant_is_tried(tmp_path: Path) -> None:
-    assert json.loads(Lab(tmp_path).call("sites", "--json").stdout).keys() == {"plain", "psslurm", "array", *VARIANTS}
+    assert json.loads(Lab(tmp_path).call("sites", "--json").stdout).keys() == {*OTHERS, *VARIANTS}
     done = Lab(tmp_path).call("start", "--site", "psslrum")
     assert (done.returncode, "did you mean psslurm?" in done.stderr) == (1, True)
 
@@ -105,16 +102,59 @@ def test_a_campaign_runs_on_a_lab_with_a_trait_of_real_sites(name: str, place: P
             field, _, value = expected.partition("=")
             shown = lab.slurm("sacct", "-nXP", "-j", ",".join(run.job_ids(role)), "-o", field)
             assert set(shown.split()) == {value}, role
+        [job] = run.job_ids("pods")
+        assert "Requeue=1" in lab.slurm("scontrol", "-o", "show", "job", job), "what the script asks for wins"
+
+
+def test_the_words_of_a_submit_plugin_are_in_the_error(place: Path, make_campaign: Make) -> None:
+    with own_lab(place, site_name="lua"):
+        without_time = pods(count=1).replace(", time: 10", "")
+        assert "time" not in without_time
+        campaign = make_campaign(2, without_time)
+        with pytest.raises(SiteError) as refused:
+            Campaign.from_yaml(campaign).submit()
+        words = "sbatch refused the pods job (slurm.pods of the campaign): this site: state a walltime (--time)"
+        assert words in str(refused.value)
+        assert str(refused.value).endswith("; see slurm.pods.time")
+        done = cli("run", campaign)
+        assert done.returncode == 3
+        assert "this site: state a walltime" in done.stderr.splitlines()[-1]
+        campaign.write_text(campaign.read_text().replace("mem: 1G", "mem: 1G, time: 10"))
+        with pytest.raises(SiteError, match=r"this site: state a project.*; see slurm.account"):
+            Campaign.from_yaml(campaign).submit()
+        campaign.write_text(f"{campaign.read_text()}  account: lab\n")
+        run = Campaign.from_yaml(campaign).submit()
+        assert run.wait(timeout_s=900)["state"] == "finished"
+        assert rows(run.path) == small_rows(2)
+
+
+def test_a_preempted_pod_uses_its_grace_time_and_gives_its_blocks_back(place: Path, make_campaign: Make) -> None:
+    with own_lab(place, PGID, "grace") as lab:
+        assert "GraceTime=40" in lab.slurm("scontrol", "show", "partition", "preempt")
+        solution = "sleep 12; echo 42 > answer"
+        run, pod = started(make_campaign(6, pods("preempt", count=1), agent="oracle", solution=solution))
+        before = stored(run)
+        time.sleep(3)  # the next rollouts run
+        node = lab.slurm("squeue", "-h", "-j", pod, "-o", "%N")
+        lab.slurm("sbatch", "-p", "cpu", "-w", node, "--exclusive", "-o", "/dev/null", "--mem=0", "--wrap", "sleep 3")
+        began = time.monotonic()
+        until(lambda: "preempts the allocation" in str(run.status()["pods"]), "the pod knows", 30)
+        until(lambda: run.status()["pods"][0]["state"] == "drained", "the pod has drained", 60)
+        assert time.monotonic() - began < 40, "it leaves as soon as nothing runs any more"
+        assert stored(run) >= before + 2, "what ran was stored within the grace time"
+        until(lambda: run.status()["state"] == "finished", "the jobs alone finish the campaign", 240)
+        until(lambda: run.live_jobs(0) == set(), "every job has left", 60)
+        assert {each["pod"] for each in run.status()["pods"]} == {f"{pod}.1"}
+        assert rows(run.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(6)}
+        assert run.dir.event_file(pod, "1").exists()
+        assert pod in lab.slurm("sacct", "-nX", "-j", pod, "-o", "JobID")
 
 
 def test_a_pod_drains_and_starts_again_where_psslurm_starts_batch_scripts(place: Path, make_campaign: Make) -> None:
-    assert Lab(place).call("start", "--site", "psslurm").returncode == 0
-    with own_lab(place) as lab:
+    with own_lab(place, site_name="psslurm") as lab:
         assert "psid" in lab.slurm("srun", "--mpi=none", "--mem=100", "sh", "-c", "cat /proc/$PPID/comm")
         campaign = make_campaign(6, pods(count=1), agent="oracle", solution="sleep 3; echo 42 > answer")
-        run = Campaign.from_yaml(campaign).submit()
-        until(lambda: stored(run) >= 1, "a rollout is stored")
-        pod = f"{run.job_ids('pods')[0]}_0"
+        run, pod = started(campaign)
         lab.slurm("scancel", "--signal=USR2", "--batch", pod)
         assert run.wait(timeout_s=900)["state"] == "finished"
         assert rows(run.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(6)}
@@ -128,8 +168,7 @@ def names_and_comments(ids: list[str]) -> set[tuple[str, str]]:
 
 
 def test_seven_pods_are_one_campaign_where_arrays_have_five_elements(place: Path, make_campaign: Make) -> None:
-    assert Lab(place).call("start", "--site", "array").returncode == 0
-    with own_lab(place) as lab:
+    with own_lab(place, site_name="array") as lab:
         assert "MaxArraySize            = 5" in lab.slurm("scontrol", "show", "config")
         run = Campaign.from_yaml(make_campaign(8, pods(count=7, ranks=1))).submit()
         assert [record.elements for record in run.slurm_jobs.arrays.records() if record.role == "pods"] == [3, 4]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from megaflow_hpc import Campaign
 from megaflow_hpc.errors import ConfigError
-from tests.support.campaigns import CALL, Make, cli, rows
+from tests.support.campaigns import CALL, Make, rows, verb
 from tests.support.labs import pods, sbatch
 from tests.support.places import ROOT
 from tests.support.waiting import until
@@ -46,18 +45,6 @@ def test_engines_and_pod_are_one_heterogeneous_job_and_one_world(together: Path)
     until(lambda: run.live_jobs(0) == set(), "engines end with the pod")
 
 
-def test_the_script_of_one_allocation_is_printed_and_slurm_takes_it(together: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    dry = json.loads(cli("submit", together, "--dry-run", "--run-dir", run, "--json").stdout)["scripts"]
-    assert dry["pods-0"].count("#SBATCH hetjob") == 2
-    (tmp_path / "together.sbatch").write_text(dry["pods-0"])
-    command = ["sbatch", "--hold", "--parsable", tmp_path / "together.sbatch"]
-    job = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout.strip()
-    parts = subprocess.check_output(["squeue", "-h", "-j", job, "-o", "%i %P"], text=True).split("\n")
-    subprocess.run(["scancel", job], check=True)
-    assert sorted(filter(None, parts)) == [f"{job}+0 cpu", f"{job}+1 gpu", f"{job}+2 gpu"]
-
-
 def test_one_allocation_has_one_pod_and_something_to_be_together_with(tmp_path: Path, make_campaign: Make) -> None:
     (tmp_path / "answers.yaml").write_text('default: ["42"]\n')
     campaign = make_campaign(1, pods(count=1) + "  together: true\n")
@@ -70,7 +57,7 @@ def test_one_allocation_has_one_pod_and_something_to_be_together_with(tmp_path: 
 
 
 def test_a_pod_runs_inside_a_job_that_is_there_already(tmp_path: Path, make_campaign: Make) -> None:
-    run = cli("plan", make_campaign(3, pods(), agent="oracle")).stdout.strip()
+    run = verb("plan", make_campaign(3, pods(), agent="oracle")).stdout.strip()
     script = tmp_path / "mine.sbatch"
     script.write_text(
         f"#!/bin/bash\n#SBATCH --ntasks-per-node=2 --cpus-per-task=1 --mem=1G --time=10\n"
@@ -79,5 +66,5 @@ def test_a_pod_runs_inside_a_job_that_is_there_already(tmp_path: Path, make_camp
     log = tmp_path / "log"
     assert sbatch("-o", log, script) == "COMPLETED"
     assert log.read_text().rstrip().endswith("my own work goes on")
-    assert cli("gather", run).returncode == 0
+    assert verb("gather", run).returncode == 0
     assert rows(run) == {f"task{n}/oracle/0": ("completed", 1) for n in range(3)}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.campaign.facade import Run
-from tests.support.campaigns import Make, cli, rows, small_rows
+from tests.support.campaigns import Make, cli, rows, small_rows, verb
 from tests.support.labs import Lab, own_lab, pods
 from tests.support.waiting import until
 
@@ -43,7 +43,7 @@ def test_resume_releases_what_a_broken_node_could_not_launch(lab: Lab, prolog: P
         return sorted(job for job, state in (run.slurm_jobs.live(0) or {}).items() if state.unlaunched)
 
     until(lambda: unlaunched() == [f"{array}_0"], "Slurm holds the pod", 60)
-    [line] = [line for line in cli("status", run.path).stdout.splitlines() if "launch failed" in line]
+    [line] = [line for line in verb("status", run.path).stdout.splitlines() if "launch failed" in line]
     assert f"pods in the queue: {array}_0: launch failed requeued held (its node could not launch it" in line
     assert "resume RUN, which releases it" in line
 

@@ -26,7 +26,7 @@ from tests.support.operations import counted
 
 OLD = 6000
 PODS = 20
-TURN_S = 0.5
+TURN_S = 1.0
 
 
 class Pod:
@@ -63,10 +63,10 @@ class Pod:
         return self.coordination.role is Role.LEADER
 
 
-def go_by(clock: Clock, seconds: float, *pods: Pod) -> None:
+def go_by(clock: Clock, seconds: float, *pods: Pod, step_s: float = TURN_S) -> None:
     end = clock.now + seconds
     while clock.now < end:
-        clock.now += TURN_S
+        clock.now += step_s
         for pod in pods:
             pod.turn()
 
@@ -210,13 +210,13 @@ def test_files_of_the_ledger_follow_what_is_alive(run: RunDir) -> None:
     """Elements start again and again. Some starts are killed, some release their blocks, some finish them."""
     clock, pods, most = Clock(), 6, []
     run.partial.mkdir(exist_ok=True)
-    write_blocks(run, rollouts(400), size=1)
+    write_blocks(run, rollouts(300), size=1)
     keeper = Pod(run, "9_0", 0, clock)
     used: dict[str, float] = {}
     sealed: dict[tuple[int, int], str] = {}
     alive: list[Pod] = []
-    for start in range(16):
-        array = f"{8 + start // 8 * 2}"  # the job array is replaced once
+    for start in range(12):
+        array = f"{8 + start // 6 * 2}"  # the job array is replaced once
         alive = [Pod(run, f"{array}_{number}", start, clock) for number in range(pods)]
         for number, pod in enumerate(alive):
             pod.stored = 2
@@ -231,7 +231,7 @@ def test_files_of_the_ledger_follow_what_is_alive(run: RunDir) -> None:
                     break  # the next claim would take it back
                 if number % 3 == 1 and len(sealed) % 2:
                     pod.ledger.mark_done(claim)
-        go_by(clock, 120, keeper, *alive)
+        go_by(clock, 120, keeper, *alive, step_s=3.0)
         for number, pod in enumerate(alive):
             if number % 3 == 0:
                 pod.leave()
@@ -240,22 +240,22 @@ def test_files_of_the_ledger_follow_what_is_alive(run: RunDir) -> None:
     found = Ledger(run).accounts()
     used[keeper.name] = keeper.ledger._rules.lease.content["core_s"]
     assert sum(facts["core_s"] for facts in found.values()) == pytest.approx(sum(used.values()))
-    assert sum(facts["starts"] for facts in found.values()) == 16 * pods + 1
-    assert sum(facts["stored"] for facts in found.values()) == 16 * pods * 2
+    assert sum(facts["starts"] for facts in found.values()) == 12 * pods + 1
+    assert sum(facts["stored"] for facts in found.values()) == 12 * pods * 2
     assert {array for facts in found.values() for array in facts["arrays"]} == {"8", "9", "10"}
     print(dict(most[5]), dict(most[-1]))
     for kind in ("leases", "gone", "partial", "ended", "released"):
         assert max(count[kind] for count in most) <= 6 * pods, kind
-    go_by(clock, 2 * TIMES.lease_s + 3 * PRUNE_S, keeper)  # all others are dead
-    go_by(clock, 3 * TIMES.lease_s + 3 * PRUNE_S, keeper)
+    go_by(clock, 2 * TIMES.lease_s + 3 * PRUNE_S, keeper, step_s=3.0)  # all others are dead
+    go_by(clock, 3 * TIMES.lease_s + 3 * PRUNE_S, keeper, step_s=3.0)
     seals = Ledger(run).seals()
     assert {claim: owner for claim, (owner, _) in seals.items()} == sealed
     while (claim := keeper.claim(99)) is not None:
         keeper.ledger.mark_done(claim)
-    go_by(clock, 4 * TIMES.lease_s + 3 * PRUNE_S, keeper)
+    go_by(clock, 4 * TIMES.lease_s + 3 * PRUNE_S, keeper, step_s=3.0)
     chains = Counter(path.name[:6] for path in (run.ledger / "claims").iterdir() if path.name[0] != ".")
     assert files(run)["leases"] == 1
-    assert sum(facts["starts"] for facts in Ledger(run).accounts().values()) == 16 * pods + 1
+    assert sum(facts["starts"] for facts in Ledger(run).accounts().values()) == 12 * pods + 1
     assert max(chains.values()) == 2, "the first claim, and the one that ended the block"
     assert files(run)["gone"] == files(run)["partial"] == files(run)["released"] == 0
     assert Ledger(run).seals().items() >= seals.items()

@@ -61,10 +61,11 @@ def drained(make: Make = LedgerRules) -> Model:
     return Model(programs, {0: 2}, units=1, fixed=(GONE, TASKS), prompt=("b.0",))
 
 
-def living(make: Make = LedgerRules) -> Model:
+def living(make: Make = LedgerRules, pauses: str = "a.0") -> Model:
     """The element's next start takes over from an earlier one that is alive: only Slurm has lost its node."""
     programs = {name: partial(pod, name, make) for name in ("a.0", "a.1")}
-    return Model(programs, {0: 2}, units=1, fixed=(GONE, RELEASED, TASKS), deceived=True)
+    prompt = tuple(programs.keys() - {pauses})
+    return Model(programs, {0: 2}, units=1, fixed=(GONE, RELEASED, TASKS), deceived=True, prompt=prompt)
 
 
 def mistaken(make: Make = LedgerRules) -> Model:
@@ -151,6 +152,11 @@ SCENES = {
     "a holder that crashes": (crashed, {"done"}, {0, 1}),
     "a requeued element": (requeued, {"done"}, {0, 1}),
     "an earlier start that lives on": (living, {"done", "taken over", "fenced"}, {0, 1}),
+    "an earlier start that lives on while the next one pauses": (
+        partial(living, pauses="a.1"),
+        {"done", "taken over", "fenced"},
+        {0, 1},
+    ),
     "a mark that a living pod is gone": (mistaken, {"done", "taken over"}, {0, 1}),
     "claims are removed": (pruned, {"done", "fenced", "taken over", "pruned"}, {1, 2}),
     "claims are removed while a reader reads": (read_while_pruned, {"done", "read", "pruned"}, {2}),

@@ -1,4 +1,7 @@
-"""What the batch scripts do when Slurm refuses or is away: they run with stand-ins for Slurm's commands on PATH."""
+"""What the batch scripts do when Slurm refuses or is away, and when steps fail or the walltime ends.
+
+They run with stand-ins for Slurm's commands on PATH.
+"""
 
 from __future__ import annotations
 
@@ -83,16 +86,12 @@ class Site:
 
     def play(self, role: script.Role = "pods", text: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
         text = text or script.script(script.Job(role, {}, run=str(self.run)))
-        path = self.notes.parent / "slurm_script"
+        path, log = self.notes.parent / "slurm_script", self.notes.parent / "log"
         path.write_text(text)
-        return subprocess.run(
-            ["bash", str(path), str(self.run)],
-            env={**self.variables, **variables},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        command, env = ["bash", str(path), str(self.run)], {**self.variables, **variables}
+        with log.open("w") as file:  # the scripts read their own log
+            done = subprocess.run(command, env=env, stdout=file, stderr=subprocess.PIPE, text=True, timeout=60)
+        return subprocess.CompletedProcess(command, done.returncode, log.read_text(), done.stderr)
 
 
 @pytest.fixture
@@ -164,13 +163,13 @@ def test_after_sigterm_slurm_decides(here: Site) -> None:
     assert here.said("scontrol") == ["requeue 7_0"]
 
 
-def failing_trainer(here: Site, python: Path) -> str:
+def failing_trainer(here: Site, python: Path, srun: str = "exit 1", more: str = "") -> str:
     """A trainer's script, whose step fails."""
     (here.run.path / "training" / "default").mkdir(parents=True)
     (here.run.path / "training" / ".package").mkdir()
     with (here.run.path / "env.sh").open("a") as file:
-        file.write(f"\nMEGAFLOW_TRAINER_PYTHON={python} MEGAFLOW_TRAINER_REQUEUES=3\n")
-    here.command("srun", "exit 1")
+        file.write(f"\nMEGAFLOW_TRAINER_PYTHON={python} MEGAFLOW_TRAINER_REQUEUES=3 {more}\n")
+    here.command("srun", srun)
     return script.script(script.Job("trainer", {}, run=str(here.run), policy="default"))
 
 
@@ -186,6 +185,37 @@ def test_engines_and_trainers_repeat_their_requests_too(here: Site) -> None:
     assert here.said("scontrol") == ["requeue 7"] * 2
     assert [(one.job, one.role) for one in Marks(here.run).refused()] == [("7", "trainer")]
     assert (here.run.path / "training" / "default" / "last").read_text().startswith("lost ")
+
+
+SERVER_FAILS = """
+case "$*" in
+    *model.server*) echo "error: unrecognized arguments: --no-such-option"; exit 2 ;;
+    *) trap 'exit 143' USR1; while :; do /bin/sleep 0.1; done ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("srun", "status", "said"),
+    [
+        ("echo 'trainer: no tokenizer'; exit 2", 2, "trainer: no tokenizer"),
+        ("echo 'trainer: no pod'; exit 69", 69, "trainer: no pod"),
+        ("printf 'trainer: no pod\\n  exitcode  : 69 (pid: 7)\\n'; exit 137", 69, "trainer: no pod"),
+        (SERVER_FAILS, 2, "--no-such-option"),
+    ],
+    ids=["mistake", "no pods", "no pods, by torchrun on several nodes", "the engine in its job never starts"],
+)
+def test_a_trainer_that_would_fail_again_ends_for_good(here: Site, srun: str, status: int, said: str) -> None:
+    python = here.notes.parent / "python"
+    python.write_text("#!/bin/sh\ncase $* in *-c*) echo True;; esac\n")
+    here.scontrol()
+    share = "MEGAFLOW_TRAINER_SHARE=sleep" if srun is SERVER_FAILS else ""
+    text = failing_trainer(here, python, srun, share)
+    assert here.play(text=text).returncode == status
+    assert here.said("scontrol") == []
+    head, _, log = (here.run.path / "training" / "default" / "last").read_text().partition("\n")
+    assert head.split()[::2] == ["failed", str(status)]
+    assert said in log
 
 
 def test_failures_are_counted_through_all_jobs_that_replace_each_other(here: Site) -> None:
@@ -240,6 +270,25 @@ def test_a_preempted_start_does_not_count_as_one_that_stored_nothing(here: Site)
     for _ in range(6):
         here.play()
     assert len(here.said("scontrol")) == 6 + 3
+
+
+def test_pods_of_a_site_that_limits_requests_drain_one_after_another(here: Site) -> None:
+    here.scontrol()
+    drains = 'until [ -e "$MEGAFLOW_POD_DIR/drain" ]; do /bin/sleep 0.05; done; cat "$MEGAFLOW_POD_DIR/drain"'
+    here.command("srun", f'{SRUN}{drains} >>"$NOTES/why"; echo "$MEGAFLOW_END" >>"$NOTES/end"')
+    with (here.run.path / "env.sh").open("a") as file:
+        file.write("\nmegaflow_lead_s=60 megaflow_window_s=18\n")
+    walltime_end = int(time.time()) + 600
+    here.variables |= {"SLURM_JOB_END_TIME": str(walltime_end), "SLURM_ARRAY_TASK_COUNT": "2"}
+    for element in "01":
+        here.play(SLURM_ARRAY_TASK_ID=element)
+    ends = [int(end) for end in here.said("end")]
+    assert [end % 18 for end in ends] == [0, 9], "each has its own second of the window"
+    assert all(walltime_end - 18 < end <= walltime_end for end in ends)
+    assert here.said("why") == ["walltime"] * 2
+    naps = [int(pause) for pause in here.said("sleep") if int(pause) > 60]
+    assert all(end - 60 - 30 <= nap + walltime_end - 600 <= end - 60 for end, nap in zip(ends, naps, strict=True))
+    assert here.said("scontrol") == ["requeue 7_0", "requeue 7_1"]
 
 
 def test_every_srun_waits_for_all_tasks(here: Site) -> None:

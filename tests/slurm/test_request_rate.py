@@ -12,6 +12,9 @@ import subprocess
 
 import pytest
 
+from megaflow_hpc import config
+from megaflow_hpc.campaign import job_requests
+from megaflow_hpc.campaign.job_environment import environment_script
 from megaflow_hpc.slurm import limits, script, site
 
 SETTINGS = "enable_configless,rl_enable,rl_bucket_size=30,rl_refill_rate=2"
@@ -97,6 +100,13 @@ def test_the_rate_is_read_from_the_sites_configuration(
 ) -> None:
     monkeypatch.setattr(site, "configuration", lambda cluster="": {"SlurmctldParameters": settings})
     assert limits.request_rate() == expected
+
+
+def test_the_window_of_a_campaign_reaches_its_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "request_rate", lambda: (0.0, 0.1))
+    campaign = config.parse({"name": "x", "tasks": "t", "agent": "nop", "slurm": {"pods": {"count": 2, "time": 3}}})
+    window_s = job_requests.drain_window_s(campaign)
+    assert "megaflow_lead_s=60 megaflow_window_s=18\n" in environment_script(campaign, "pmi2", window_s)
 
 
 def test_a_few_pods_drain_when_slurm_signals_them(monkeypatch: pytest.MonkeyPatch) -> None:

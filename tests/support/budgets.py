@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -34,6 +35,11 @@ HARD_PHRASES = (
 )
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def docstrings(tree: ast.AST) -> Iterator[ast.Expr]:
     """Yields every text that stands alone: docstrings, and the texts below attributes and constants."""
     for node in ast.walk(tree):
@@ -45,11 +51,10 @@ def docstrings(tree: ast.AST) -> Iterator[ast.Expr]:
 
 def code_tokens(path: Path) -> int:
     """Returns the tokens of a module without comments and docstrings."""
-    source = path.read_text()
     lines: set[int] = set()
-    for text in docstrings(ast.parse(source)):
+    for text in docstrings(parsed(path)):
         lines.update(range(text.lineno, (text.end_lineno or text.lineno) + 1))
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
     return sum(token.type not in LAYOUT and token.start[0] not in lines for token in tokens)
 
 
@@ -66,7 +71,7 @@ def repeated_class_names() -> list[str]:
     """Returns the names of public classes that several modules define."""
     homes: defaultdict[str, list[str]] = defaultdict(list)
     for path in FILES:
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].append(str(path.relative_to(PACKAGE)))
     return sorted(name for name, modules in homes.items() if len(modules) > 1)
@@ -74,7 +79,7 @@ def repeated_class_names() -> list[str]:
 
 def hard_phrases_per_1000() -> int:
     """Returns the hard phrases in 1,000 docstrings."""
-    texts = [text.value.value.strip() for path in FILES for text in docstrings(ast.parse(path.read_text()))]  # type: ignore[attr-defined]
+    texts = [text.value.value.strip() for path in FILES for text in docstrings(parsed(path))]  # type: ignore[attr-defined]
     found = sum(len(re.findall(pattern, text)) for pattern in HARD_PHRASES for text in texts)
     return -(-1000 * found // len(texts))
 

@@ -104,6 +104,13 @@ def small_rows(tasks: int) -> dict[str, tuple[str, float]]:
     return {f"task{n}/{a}/0": ("completed", reward) for n in range(tasks) for a, reward in [("oracle", 1), ("nop", 0)]}
 
 
+def started(campaign: Path) -> tuple[Run, str]:
+    """Submits a campaign and waits for its first stored rollout; returns the run, and Slurm's id of its first pod."""
+    run = Campaign.from_yaml(campaign).submit()
+    until(lambda: stored(run) >= 1, "a rollout is stored")
+    return run, f"{run.job_ids('pods')[0]}_0"
+
+
 def stored(run: Run) -> int:
     """The number of rollouts that a run has stored, whatever became of them."""
     return sum(run.status()["rollouts"][state] for state in ("completed", "truncated", "failed"))

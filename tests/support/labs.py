@@ -50,9 +50,9 @@ class Lab:
             env=self.env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout,
         )  # fmt: skip
 
-    def start(self) -> str:
-        """Starts what does not run; returns what the launcher said."""
-        done = self.call("start")
+    def start(self, site: str = "") -> str:
+        """Starts what does not run, of this variant (launchers/lab sites); returns what the launcher said."""
+        done = self.call("start", *(["--site", site] if site else []))
         assert done.returncode == 0, done.stderr
         return done.stderr
 
@@ -95,13 +95,13 @@ def cluster_beside(other: Path, directory: Path) -> Iterator[str]:
 
 
 @contextmanager
-def own_lab(directory: Path, conf: str = "") -> Iterator[Lab]:
-    """Starts a lab, with ``conf`` at the end of its slurm.conf, that commands of this process speak to."""
+def own_lab(directory: Path, conf: str = "", site_name: str = "") -> Iterator[Lab]:
+    """Starts a lab of a variant, with ``conf`` at the end of its slurm.conf, that commands of this process speak to."""
     import pytest  # the benchmarks use this module without it
 
     lab = Lab(directory)
     directory.joinpath("site.conf").write_text(conf)
-    lab.start()
+    lab.start(site_name)
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SLURM_CONF", str(directory / "slurm.conf"))

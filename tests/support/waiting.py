@@ -16,13 +16,18 @@ def until(condition: Callable[[], object], what: str, timeout_s: float = 120.0, 
 
 
 def eventually(condition: Callable[[], object], timeout_s: float = 30.0, every_s: float = 0.1) -> bool:
-    """Return whether ``condition()`` becomes true within ``timeout_s``; it is polled every ``every_s`` seconds."""
+    """Return whether ``condition()`` becomes true within ``timeout_s``; it is polled every ``every_s`` seconds.
+
+    A condition that takes long, such as a query of Slurm, is polled less often: a fifth of the time at most.
+    """
     deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
+    while True:
+        began = time.monotonic()
+        if condition():
+            return True
+        if (now := time.monotonic()) > deadline:
             return False
-        time.sleep(every_s)
-    return True
+        time.sleep(max(every_s, min(2.0, 4 * (now - began))))
 
 
 async def until_async(condition: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:

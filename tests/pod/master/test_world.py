@@ -63,7 +63,7 @@ def turn(run: RunDir, ranks: int = 2) -> Played:
     return Played(run, (run.report / "state").read_text())
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("ranks", [1, 5])  # two in the other tests
 def test_every_rollout_is_stored_once_with_so_many_worker_ranks(tmp_path: Path, ranks: int) -> None:
     played = play(tmp_path, [f"ok_{n}" for n in range(150)], ranks, each=2)
     assert played.state == "done"
@@ -256,7 +256,7 @@ def test_groups_without_signal_are_dropped(tmp_path: Path) -> None:
 
 
 def test_a_limit_of_the_whole_campaign_pauses_the_pod(tmp_path: Path) -> None:
-    played = play(tmp_path, [f"ok_{n}" for n in range(20_000)], limits={"wall": 1e-6})
+    played = play(tmp_path, [f"ok_{n}" for n in range(6_000)], limits={"wall": 1e-6})
     assert played.state == "paused"
     assert "limits.wall is 1e-06" in played.whys[0]
-    assert 0 < len(played.stored) < 20_000
+    assert 0 < len(played.stored) < 6_000

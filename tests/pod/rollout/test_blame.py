@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -105,13 +105,22 @@ class DownloadsNothing:
 
 
 def run(
-    place: Path, scratch: Path, rootfs: str, agent: type, engine: str, attempt: int = 0, steps: tuple[str, ...] = ("x",)
-) -> Trajectory:
-    """One attempt at a task whose tests give 0.
+    place: Path,
+    scratch: Path,
+    image: str,
+    engine: str,
+    *agents: type,
+    attempt: int = 0,
+    steps: tuple[str, ...] = ("x",),
+) -> dict[str, tuple[str, str, float | None]]:
+    """One attempt of each agent, with an engine of its own, at a task whose tests give 0.
 
     Args:
         engine: ``up``; ``down``; or ``dies``, after its first answer.
         steps: Instructions of the task's steps.
+
+    Returns:
+        Status, kind of error and reward by agent.
     """
     toml, test = 'version = "1.0"\n[environment]\ndocker_image = "base"\n', "echo 0 > /logs/verifier/reward.txt\n"
     files = {"task.toml": toml, "instruction.md": steps[0], "tests/test.sh": test}
@@ -123,10 +132,14 @@ def run(
     config = CampaignConfig.model_validate(
         {"name": "blame", "tasks": str(place), "agent": "nop", "environment": {"network": "none"}}
     )
-    # An engine that is down ends the agent, whose time must not run out before.
-    timeout_s = 5 if agent is Waits and engine != "down" else 300
-    named = AgentConfig(name=f"{__name__}:{agent.__name__}", timeout_s=timeout_s)
-    policy = Policy(agents=(named,), model=ModelConfig(path="m"))
+
+    def policy(agent: type) -> Policy:
+        # An engine that is down ends the agent, whose time must not run out before.
+        timeout_s = 5 if agent is Waits and engine != "down" else 300
+        named = AgentConfig(name=f"{__name__}:{agent.__name__}", timeout_s=timeout_s)
+        return Policy(agents=(named,), model=ModelConfig(path="m"))
+
+    policies = {agent.__name__: policy(agent) for agent in agents}
 
     class Dying(ScriptedEngine):
         def sample(self, text: str, prompt: Any) -> list[int]:
@@ -134,53 +147,59 @@ def run(
                 self.script = Script(default=(ScriptedAnswer("EngineDeadError", status=500),))
             return super().sample(text, prompt)
 
-    async def main() -> Trajectory:
+    async def served(name: str, stack: AsyncExitStack) -> dict[str, str]:
         poison = ScriptedTask(pattern=re.compile("poison"), answers=(ScriptedAnswer("no", status=500),))
         runner = web.AppRunner(Dying(Script((poison,), (ScriptedAnswer("good"),)), "m").application(), access_log=None)
+        stack.push_async_callback(runner.cleanup)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         port = 1 if engine == "down" else runner.addresses[0][1]
-        server = {"server": "p.0", "policy": "p", "url": f"http://127.0.0.1:{port}", "model_name": "m"}
-        async with ModelGateway(wait_s=2) as gateway, ApptainerProvider(scratch) as provider:
-            gateway.update_endpoints([server])
-            services = Services(config, {"p": policy}, {"base": rootfs}, provider, gateway)
-            try:
-                return (await run_attempt(services, Rollout(task.id, "p", 0, named.title), task, attempt)).trajectory
-            finally:
-                services.agents.close()
-                await runner.cleanup()
+        return {"server": f"{name}.0", "policy": name, "url": f"http://127.0.0.1:{port}", "model_name": "m"}
 
-    return asyncio.run(main())
+    async def main() -> list[Trajectory]:
+        async with AsyncExitStack() as stack:
+            servers = [await served(name, stack) for name in policies]
+            gateway = await stack.enter_async_context(ModelGateway(wait_s=2))
+            provider = await stack.enter_async_context(ApptainerProvider(scratch))
+            gateway.update_endpoints(servers)
+            services = Services(config, policies, {"base": image}, provider, gateway)
+            stack.callback(services.agents.close)
+            rollouts = [Rollout(task.id, name, 0, one.agents[0].title) for name, one in policies.items()]
+            ended = await asyncio.gather(*(run_attempt(services, rollout, task, attempt) for rollout in rollouts))
+            return [each.trajectory for each in ended]
+
+    found = asyncio.run(main())
+    for one in found:
+        print(one.policy, one.error)
+    return {one.policy: (one.status, one.error_kind, one.reward) for one in found}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("agent", [Swallows, Leaves, LeavesMany, Raises, Waits])
-def test_a_call_at_which_only_its_engine_fails_takes_no_verdict(
-    rootfs: str, scratch: Path, tmp_path: Path, agent: type
-) -> None:
-    found = run(tmp_path, scratch, rootfs, agent, "up")
-    kind = {Raises: "agent", Waits: "agent"}.get(agent, "")
-    status = "truncated" if agent is Waits else "completed"
-    assert (found.status, found.error_kind, found.reward) == (status, kind, 0.0), found.error
+def test_a_call_at_which_only_its_engine_fails_takes_no_verdict(rootfs: str, scratch: Path, tmp_path: Path) -> None:
+    assert run(tmp_path, scratch, rootfs, "up", Swallows, Leaves, LeavesMany, Raises, Waits) == {
+        **dict.fromkeys(("Swallows", "Leaves", "LeavesMany"), ("completed", "", 0.0)),
+        "Raises": ("completed", "agent", 0.0),
+        "Waits": ("truncated", "agent", 0.0),
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["dies", "down"])
-@pytest.mark.parametrize("agent", [Swallows, Leaves, Raises, Waits])
 def test_an_engine_that_is_dead_for_everybody_is_the_services_failure(
-    rootfs: str, scratch: Path, tmp_path: Path, agent: type, engine: str
+    rootfs: str, scratch: Path, tmp_path: Path, engine: str
 ) -> None:
-    found = run(tmp_path, scratch, rootfs, agent, engine)
-    assert (found.status, found.error_kind, found.reward) == ("failed", "model", None), found.error
+    agents = (Swallows, Leaves, Raises, Waits)
+    failed = {agent.__name__: ("failed", "model", None) for agent in agents}
+    assert run(tmp_path, scratch, rootfs, engine, *agents) == failed
 
 
 @pytest.mark.slow
 def test_an_agent_whose_sandbox_is_lost_twice_has_a_verdict(rootfs: str, scratch: Path, tmp_path: Path) -> None:
     """Nothing tells who ended it: the first time it may have been the node."""
-    first = run(tmp_path / "0", scratch, rootfs, EndsItsSandbox, "up")
-    assert (first.status, first.error_kind, first.reward) == ("failed", "sandbox", None), first.error
-    again = run(tmp_path / "1", scratch, rootfs, EndsItsSandbox, "up", attempt=1)
-    assert (again.status, again.error_kind, again.reward) == ("completed", "agent", 0.0), again.error
+    first = run(tmp_path / "0", scratch, rootfs, "up", EndsItsSandbox)
+    assert first["EndsItsSandbox"] == ("failed", "sandbox", None)
+    again = run(tmp_path / "1", scratch, rootfs, "up", EndsItsSandbox, attempt=1)
+    assert again["EndsItsSandbox"] == ("completed", "agent", 0.0)
 
 
 @pytest.mark.slow
@@ -194,11 +213,15 @@ def test_an_agent_whose_sandbox_is_lost_twice_has_a_verdict(rootfs: str, scratch
     ids=["before-an-answer", "after-one", "in-a-later-step"],
 )
 def test_a_step_in_the_sandbox_that_fails_after_an_answer_is_the_agents_failure(
-    rootfs: str, scratch: Path, tmp_path: Path, steps: tuple[str, ...], outcome: tuple[str, str, float | None]
+    rootfs: str,
+    scratch: Path,
+    tmp_path: Path,
+    steps: tuple[str, ...],
+    outcome: tuple[str, str, float | None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = run(tmp_path, scratch, rootfs, DownloadsNothing, "up", steps=steps)
-    assert (found.status, found.error_kind, found.reward) == outcome, found.error
-    assert "nothing to download" in found.error
+    assert run(tmp_path, scratch, rootfs, "up", DownloadsNothing, steps=steps) == {"DownloadsNothing": outcome}
+    assert "nothing to download" in capsys.readouterr().out
 
 
 async def test_a_task_that_cannot_be_read_fails_instead_of_running_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.judging import Blocking, Judge, Rubric, transcript
 from megaflow_hpc.tasks.steps import prepare, verify
 from megaflow_hpc.types import ModelEndpoint, Network, Verdict
-from tests.support.campaigns import cli, run_local
+from tests.support.campaigns import run_local, verb
 from tests.support.harbor_tasks import write_task
 from tests.support.waiting import until
 
@@ -537,7 +537,7 @@ def test_a_campaign_with_a_judge(tmp_path: Path, base_sif: Path) -> None:
     use = result["models"]["grader"]
     assert use["calls"] == 5
     assert use["usd"] == pytest.approx((use["prompt_tokens"] + 2 * use["sampled_tokens"]) / 1e6)
-    assert json.loads(cli("status", result["run"], "--json").stdout)["models"] == result["models"]
+    assert json.loads(verb("status", result["run"], "--json").stdout)["models"] == result["models"]
     with open_trajectories(result["run"]) as store:
         rows = {row.id: row.trajectory() for row in store}
     assert set(rows) == {"Sum/default/0", "Plain/default/0", "Returns/default/0"}
@@ -609,6 +609,6 @@ def engine_pids(script: str) -> list[int]:
     ],
 )
 def test_wrong_judges_are_refused(tmp_path: Path, base_sif: Path, grader: dict[str, Any], expected: str) -> None:
-    done = cli("check", judged(tmp_path, base_sif, grader), "--no-site")
+    done = verb("check", judged(tmp_path, base_sif, grader), "--no-site")
     assert done.returncode == 2
     assert expected in done.stdout + done.stderr
