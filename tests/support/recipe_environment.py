@@ -32,13 +32,13 @@ def warm(python: str, *modules: str) -> WarmPython:
     return WarmPython(*IMPORTED, *modules, python=python, variables={"PYTHONPATH": str(ROOT)})
 
 
-def initialised(name: str, directory: Path, python: WarmPython) -> Path:
-    """Write a recipe's files by ``init --recipe`` and make its tasks; return the directory."""
+def initialised(name: str, directory: Path, python: WarmPython, options: str = "") -> Path:
+    """Write a recipe's files by ``init --recipe`` and make its tasks, with options; return the directory."""
     done = typed(python, directory, f"megaflow-hpc init --recipe {name} --json .")
     for command in json.loads(done.stdout)["commands"]:
         recipe = find_recipe(name)
         if not command.startswith("megaflow-hpc run") and command not in (recipe.fetch, *recipe.after):
-            typed(python, directory, command)
+            typed(python, directory, f"{command} {options}" if command == recipe.make else command)
     return directory
 
 
