@@ -10,6 +10,7 @@ The page's Content-Security-Policy allows only the two scripts whose digests it 
 from __future__ import annotations
 
 import base64
+import functools
 import gzip
 import hashlib
 import itertools
@@ -46,7 +47,6 @@ def page(
     Args:
         wanted: Transcripts to include.
     """
-    import vl_convert
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -66,7 +66,7 @@ def page(
     environment.globals |= {"link": _link, "shade": _shade}
     figures = [run.figures for run in runs]
     labels = labels_of(figures)
-    library = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")  # Vega, Vega-Lite and vega-embed
+    library = _vega()
     script = _web_file("page.js")
     listed, chunks, images, explanation = _browser(runs, labels, wanted)
     payloads: dict[str, Any] = {
@@ -129,6 +129,15 @@ def _shade(mean: float | None) -> str:
 
 def _utc(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds)) if seconds else "–"
+
+
+@functools.cache
+def _vega() -> str:
+    """Bundles Vega, Vega-Lite and vega-embed, which takes two seconds."""
+    import vl_convert
+
+    library: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    return library
 
 
 def _web_file(name: str) -> str:

@@ -35,7 +35,7 @@ import yaml
 from megaflow_hpc import Campaign, open_trajectories
 from tests.bench.learning import interval
 from tests.support.places import ROOT
-from tests.support.recipe_environment import initialised
+from tests.support.recipe_environment import initialised, warm
 from tests.support.requirements import required
 
 CONTEXT = 4096
@@ -127,7 +127,8 @@ def main() -> None:
         for name in asked.recipes:
             at = folder / name
             at.mkdir(parents=True, exist_ok=True)
-            initialised(name, at, Path(sys.executable))
+            with warm(sys.executable) as python:
+                initialised(name, at, python)
             if name == "synthesis":
                 _synthesis(at, asked)
             else:

@@ -12,7 +12,7 @@ from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.ledger import OpenLease, add_blocks
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.types import Rollout
-from tests.support.campaigns import Make, cli, planned, rows, stored
+from tests.support.campaigns import Make, planned, rows, stored, verb
 from tests.support.waiting import until
 
 
@@ -35,7 +35,7 @@ def test_batches_are_added_as_results_come_though_pods_are_killed_and_drained(ma
     run.start("local")
     assert run.local is not None
     waits(run, 2)
-    shown = cli("status", run.path)
+    shown = verb("status", run.path)
     assert "small: waiting" in shown.stdout
     assert "waits for learner to add rollouts" in shown.stdout
     add(run, 1)

@@ -9,7 +9,7 @@ import pytest
 
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.errors import ConfigError
-from tests.support.campaigns import Make, cli, planned, rows
+from tests.support.campaigns import Make, forked, planned, rows
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_a_run_that_was_moved_and_purged_of_what_was_empty_goes_on(run: Run, tmp
     moved = run.path.rename(tmp_path / "elsewhere")
     for room in ("journal", "events", "logs", "weights"):
         (moved / room).rmdir()
-    assert cli("resume", moved, "--launcher", "local").returncode == 0
+    assert forked("resume", moved, "--launcher", "local").returncode == 0
     assert set(rows(moved).values()) == {("completed", 1.0)}
     shutil.rmtree(moved / "journal")
     assert Run(moved).status()["warnings"] == [], "what is gathered needs no journal"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -16,7 +15,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import TrainingView
 from megaflow_hpc.rundir.weights import versions
 from megaflow_hpc.training.plan import StepPlan, TrainingFiles
-from tests.support.campaigns import Make, cli, run_local
+from tests.support.campaigns import Make, run_local, verb
 from tests.support.scripted import SOLVE
 from tests.support.stand_in_trainer import interpreter, trained
 from tests.support.training import training_run
@@ -87,10 +86,11 @@ def test_it_is_told_that_no_pod_is_queued(run: RunDir, monkeypatch: pytest.Monke
     assert (run.path / "asked").read_text() == "0\n"
 
 
-LEARNING = """\
+SHARED = """\
 samples: 2
-model: {engine: scripted, script: answers.yaml}
-training: {policies: {default: {}}, batch: 2, staleness: 0, steps: 2}
+model: {engine: scripted, script: answers.yaml, gpus: 0}
+training: {policies: {default: {}}, batch: 2, staleness: 0, steps: 3}
+slurm: {trainer: {share: sleep, gpus: 0}}
 """
 
 
@@ -100,21 +100,13 @@ def dying_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAFLOW_TRAINER_PYTHON", str(interpreter(tmp_path / "python", dies=2)))
 
 
-def learned(make_campaign: Make, text: str, completed: int) -> dict[str, Any]:
-    """Trains a campaign of two tasks to its end, and returns its summary."""
-    result, done = run_local(make_campaign(2, text, agent="mini-swe-agent", answers=SOLVE))
-    assert done.returncode == 0, done.stderr
-    assert (result["state"], result["rollouts"]["completed"]) == ("finished", completed)
-    return result
-
-
 @pytest.mark.slow
 def test_an_engine_sleeps_in_each_step_and_wakes_when_the_trainer_is_killed_in_one(
     make_campaign: Make, dying_trainer: None
 ) -> None:
-    shared = LEARNING.replace("answers.yaml}", "answers.yaml, gpus: 0}").replace("steps: 2", "steps: 3")
-    shared += "slurm: {trainer: {share: sleep, gpus: 0}}\n"
-    result = learned(make_campaign, shared, 12)
+    result, done = run_local(make_campaign(2, SHARED, agent="mini-swe-agent", answers=SOLVE))
+    assert done.returncode == 0, done.stderr
+    assert (result["state"], result["rollouts"]["completed"]) == ("finished", 12)
     run = RunDir(result["run"])
     assert [line[:2] for line in trained(run)] == [["1", "1"], ["1", "2"], ["2", "2"], ["2", "3"]]
     assert [version.ordinal for version in versions(run, "default")] == [1, 2, 3]
@@ -127,38 +119,6 @@ def test_an_engine_sleeps_in_each_step_and_wakes_when_the_trainer_is_killed_in_o
     assert turns[2] < told.index("loading weights 2") < turns[3]
     assert "loading weights 3" not in told[: turns[3]]  # later it may: the campaign is done
     assert told.count("loading weights 2") == 1
-
-
-TWO = """\
-samples: 2
-models: {writer: {engine: scripted, script: answers.yaml}, critic: {engine: scripted, script: answers.yaml}}
-training: {policies: {writer: {}, critic: {}}, batch: 2, staleness: 1, steps: 3}
-"""
-
-
-@pytest.mark.slow
-def test_two_policies_learn_in_one_campaign_each_with_engine_and_trainer_of_its_own(
-    make_campaign: Make, dying_trainer: None
-) -> None:
-    result = learned(make_campaign, TWO, 2 * 3 * 4)
-    run = RunDir(result["run"])
-    for policy in ("writer", "critic"):
-        told = trained(run, policy)
-        assert [line[:2] for line in told] == [["1", "1"], ["1", "2"], ["2", "2"], ["2", "3"]], "each is killed once"
-        used = [rollout for line in (told[0], *told[2:]) for rollout in line[2:]]
-        assert len(used) == len(set(used)) == 12
-        assert {rollout.split("/")[1] for rollout in used} == {policy}
-        own = versions(run, policy)
-        assert [version.ordinal for version in own] == [1, 2, 3]
-        with open_trajectories(run.path) as store:
-            served = {
-                int(version)
-                for rollout, version in zip(store.ids, store.column("weight_version_max"), strict=True)
-                if rollout.split("/")[1] == policy
-            }
-        assert served <= {0, *(version.version for version in own)}, "sampled by its own engine's weights alone"
-        assert len(served) > 1
-        assert f"trainer of {policy}: done" in cli("status", run.path).stdout
 
 
 SUMS = """\
@@ -177,7 +137,10 @@ class Three(Two):
 
 @pytest.mark.slow
 def test_a_team_learns_in_one_campaign_although_each_trainer_is_killed(tmp_path: Path, dying_trainer: None) -> None:
-    """The writer is wrong about one task. The checker always says no, so it is right where the writer is wrong."""
+    """Each policy has an engine and a trainer of its own.
+
+    The writer is wrong about one task. The checker always says no, so it is right where the writer is wrong.
+    """
     (tmp_path / "sums.py").write_text(SUMS)
     answers = [{"when": "yes or no", "answers": ["no"]}, {"when": "What is", "answers": ["4"]}]
     (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"tasks": answers}))
@@ -196,10 +159,18 @@ def test_a_team_learns_in_one_campaign_although_each_trainer_is_killed(tmp_path:
     assert done.returncode == 0, done.stderr
     assert (result["state"], result["rollouts"]["completed"]) == ("finished", 3 * 2 * 2), "requested once for both"
     run = RunDir(result["run"])
+    told = verb("status", run.path).stdout
     steps: dict[str, list[set[str]]] = {}
     for policy, role, rewards in (("author", "writer", (1.0, 0.0)), ("second", "checker", (0.0, 1.0))):
         assert [line[:2] for line in trained(run, policy)] == [["1", "1"], ["1", "2"], ["2", "2"], ["2", "3"]]
-        assert [version.ordinal for version in versions(run, policy)] == [1, 2, 3]
+        own = versions(run, policy)
+        assert [version.ordinal for version in own] == [1, 2, 3]
+        assert f"trainer of {policy}: done" in told
+        with open_trajectories(run.path) as store:
+            sequences = [one for row in store for one in row.trajectory().sequences if one.policy == policy]
+        served = {int(v) for one in sequences for v in one.weight_versions if v >= 0}
+        assert served <= {0, *(version.version for version in own)}, "sampled by its own engine's weights alone"
+        assert len(served) > 1
         plans = [plan for number in (1, 2, 3) if (plan := TrainingFiles(run, policy).read(StepPlan, number))]
         for rollout in (rollout for plan in plans for rollout in plan.rollouts):
             assert rollout.roles == {role: rewards[rollout.task == "Three"]}

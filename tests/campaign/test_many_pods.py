@@ -18,7 +18,7 @@ from megaflow_hpc.trajectories import JournalWriter, gather
 from tests.support.journals import digests, record, write_between
 from tests.support.samples import trajectory
 
-PODS, STORED = 1_200, 280
+PODS, STORED = 400, 280
 JOURNALS = 20
 
 LOOKS = """

@@ -20,7 +20,7 @@ from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.trajectories import validate
 from megaflow_hpc.trajectories.journal.frames import read_frames
 from megaflow_hpc.trajectory import Trajectory, shown_images
-from tests.support.campaigns import cli, rows, run_local, verb
+from tests.support.campaigns import forked, rows, run_local, verb
 from tests.support.samples import image
 from tests.support.waiting import until
 
@@ -143,10 +143,10 @@ def test_runs_with_images_are_compared_scored_again_extended_and_reported(tmp_pa
     assert f"image sha256:{distinct[0][:8]}…  →  image sha256:{distinct[1][:8]}…" in text
     assert all(screen.label in text for screen in SCREENS)
 
-    again = json.loads(cli("reverify", run, "--json").stdout)
+    again = json.loads(forked("reverify", run, "--json").stdout)
     assert (again["scored"], again["mean"], again["changed"], again["unscored"]) == (2, 1.0, 0, {})
     (tmp_path / "scorer.py").write_text(SCORER)
-    mine = cli("reverify", run, "--with", str(tmp_path / "scorer.py"), "--json")
+    mine = forked("reverify", run, "--with", str(tmp_path / "scorer.py"), "--json")
     assert json.loads(mine.stdout)["scored"] == 2, mine.stderr
     with open_trajectories(run) as store:
         for row in store:
@@ -159,8 +159,8 @@ def test_runs_with_images_are_compared_scored_again_extended_and_reported(tmp_pa
     before = contents()
     file = yaml.safe_load((tmp_path / "campaign.yaml").read_text())
     (tmp_path / "campaign.yaml").write_text(yaml.safe_dump({**file, "samples": 3}))
-    assert "added 0 tasks and 4 rollouts" in cli("extend", run).stdout
-    done = cli("resume", run, "--launcher", "local")
+    assert "added 0 tasks and 4 rollouts" in forked("extend", run).stdout
+    done = forked("resume", run, "--launcher", "local")
     assert done.returncode == 0, done.stderr
     assert validate(Path(run, "trajectories.h5")) == []
     after = contents()
@@ -169,7 +169,7 @@ def test_runs_with_images_are_compared_scored_again_extended_and_reported(tmp_pa
     with h5py.File(Path(run, "trajectories.h5")) as stored:
         assert stored["images/sha256"].asstr()[:].tolist() == distinct
         assert len(stored["image_uses/image"]) == 24
-    assert json.loads(cli("reverify", run, "--json").stdout)["scored"] == 4
+    assert json.loads(forked("reverify", run, "--json").stdout)["scored"] == 4
 
     done = verb("report", run, "--no-pictures")
     assert done.returncode == 0, done.stderr
@@ -205,7 +205,7 @@ class Sees:
             answer = ask(model, {"model": model.model_name, "messages": [*messages, shown]})["message"]["content"]
             messages += [{"role": "user", "content": "dropped"}, {"role": "assistant", "content": answer}]
 """
-KILLS, ROLLOUTS = 10, 30
+KILLS, ROLLOUTS = 4, 12
 
 
 @pytest.mark.slow
@@ -217,6 +217,7 @@ def test_pods_killed_while_they_store_large_images_lose_double_and_halve_none(tm
     (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": ["click(1, 2)"]}))
     model = {"engine": "scripted", "script": "answers.yaml"}
     fields = {"name": "large", "tasks": ["look:Look"], "samples": ROLLOUTS, "agent": "large:Sees", "model": model}
+    fields["slurm"] = {"pods": {"slots_per_rank": 2}}
     (tmp_path / "campaign.yaml").write_text(yaml.safe_dump(fields))
     draw = random.Random(7)
     run = Campaign.from_yaml(tmp_path / "campaign.yaml").submit(launcher="local")

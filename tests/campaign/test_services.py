@@ -103,17 +103,6 @@ def test_a_python_task_has_services_of_its_own_next_to_a_task_without_a_sandbox(
         }, done.stderr  # fmt: skip
 
 
-def test_one_service_serves_the_whole_campaign(tmp_path: Path, base_sif: Path, make_task: Make) -> None:
-    result, done = run_local(write_counting(tmp_path, base_sif, make_task))
-    assert done.returncode == 0, done.stderr
-    assert set(rows(result["run"]).values()) == {("completed", 1.0)}
-    log = (Path(result["run"]) / "logs" / "server-0-local.log").read_text()
-    assert log.count("serving at https://") == 1, log
-    assert not list((Path(result["run"]) / "endpoints").glob("service*")), "it has left"
-    key = re.findall("[0-9a-f]{64}", log)
-    assert key == [], "no key in a log"
-
-
 def test_the_ranks_of_a_node_share_a_service(tmp_path: Path, base_sif: Path, make_task: Make) -> None:
     """Each rollout stores its number. None is there twice, so one service has given them all."""
     campaign = write_counting(tmp_path, base_sif, make_task, pause_s=1, per="node")
@@ -134,7 +123,8 @@ def test_the_ranks_of_a_node_share_a_service(tmp_path: Path, base_sif: Path, mak
 def test_a_shared_service_that_is_killed_starts_anew_and_no_verdict_is_invented(
     tmp_path: Path, base_sif: Path, make_task: Make, per: str
 ) -> None:
-    """The rollouts of a node begin at once, so the kill finds them at work."""
+    """One service serves all rollouts: it starts once more, for the kill. Those of a node begin at once, so the kill
+    finds them at work."""
     campaign = write_counting(tmp_path, base_sif, make_task, pause_s=2, per=per)
     marker = f"counter-of-{tmp_path.name}-{os.getpid()}"
     campaign.write_text(campaign.read_text().replace("time.sleep(1)", f"time.sleep(1)  # {marker}"))
@@ -158,8 +148,11 @@ def test_a_shared_service_that_is_killed_starts_anew_and_no_verdict_is_invented(
         result = json.loads(running.communicate(timeout=240)[0])
     assert set(rows(result["run"]).values()) == {("completed", 1.0)}
     if per == "campaign":
-        assert log.read_text().count("serving at") == 2
-        assert "its program ended with exit code 137" in log.read_text()
+        said = log.read_text()
+        assert said.count("serving at https://") == 2
+        assert "its program ended with exit code 137" in said
+        assert re.findall("[0-9a-f]{64}", said) == [], "no key in a log"
+        assert not list(tmp_path.glob("runs/*/endpoints/service*")), "it has left"
     else:
         with open_trajectories(result["run"]) as store:
             errors = [attempt.error for row in store for attempt in row.attempts if attempt.error]
@@ -322,7 +315,7 @@ def test_an_attempt_whose_service_is_killed_has_no_verdict(
     monkeypatch.setenv("ECHO_MARKER", f"echo-of-{tmp_path.name}-{os.getpid()}")
     (whole,) = attempts(tmp_path / "whole", base_sif, 1, kills=False)
     assert (whole.trajectory.status, whole.trajectory.reward, whole.cause) == ("completed", 1.0, ""), whole.trajectory
-    killed = attempts(tmp_path / "killed", base_sif, 6, kills=True)
+    killed = attempts(tmp_path / "killed", base_sif, 4, kills=True)
     for each in killed:
         found = each.trajectory
         if found.status == "completed":
@@ -330,7 +323,7 @@ def test_an_attempt_whose_service_is_killed_has_no_verdict(
         else:
             assert (found.status, found.reward, found.rewards, each.cause) == ("failed", None, {}, "service"), found
             assert "service echo: its program ended with exit code 137" in found.error
-    assert sum(each.cause == "service" for each in killed) >= 3
+    assert sum(each.cause == "service" for each in killed) >= 2
     assert service_pids() == []
 
 

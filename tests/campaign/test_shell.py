@@ -16,7 +16,7 @@ from megaflow_hpc.cli.runs.shell import _find as find_rollout
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import add_blocks
 from megaflow_hpc.types import Rollout
-from tests.support.campaigns import Make, cli, planned, verb
+from tests.support.campaigns import Make, forked, planned, verb
 
 ASK_S = 60.0
 
@@ -37,13 +37,13 @@ def left(run: Path) -> list[str]:
 
 def test_a_command_runs_as_the_agents_would_and_gives_its_status(run: Path) -> None:
     command = "id -un; ls -d /logs/agent; ls /sys/class/net; printf 'a\\033[1m\\377'; echo b >&2; exit 3"
-    done = cli("shell", run, "task0/oracle/0", "--json", "--command", command)
+    done = forked("shell", run, "task0/oracle/0", "--json", "--command", command)
     found = json.loads(done.stdout)
     assert (done.returncode, found["exit_code"], found["id"]) == (3, 3, "task0/oracle/0")
     assert found["stdout"].splitlines()[:2] == ["root", "/logs/agent"]
     assert found["stdout"].endswith("lo\na\x1b[1m\udcff")
     assert found["stderr"].endswith("b\n")
-    piped = cli("shell", run, "task0/oracle/0", "--command", "seq 20000; echo err >&2; exit 4")
+    piped = forked("shell", run, "task0/oracle/0", "--command", "seq 20000; echo err >&2; exit 4")
     assert (piped.returncode, piped.stdout.splitlines()[-1]) == (4, "20000")
     assert piped.stderr.startswith("task0/oracle/0: starting its sandbox of ")
     assert piped.stderr.endswith("err\n")

@@ -17,7 +17,7 @@ from megaflow_hpc.host.address import unproxied
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import cause
 from megaflow_hpc.slurm import script
-from tests.support.campaigns import Make, cli, rows
+from tests.support.campaigns import Make, forked, rows
 
 AGENT = """\
 import asyncio, json, urllib.request
@@ -47,7 +47,8 @@ def test_a_sites_proxy_takes_no_call_to_gateway_or_engine(tmp_path: Path, make_c
         proxy = f"http://127.0.0.1:{taken.getsockname()[1]}"
         names = [f"{kind}_proxy" for kind in ("http", "https", "all")]
         proxies = dict.fromkeys([*names, *map(str.upper, names)], proxy)
-        done = cli("run", campaign, "--launcher", "local", "--run-dir", tmp_path / "run", **proxies, NO_PROXY=".site")
+        words = ("run", campaign, "--launcher", "local", "--run-dir", tmp_path / "run")
+        done = forked(*words, **proxies, NO_PROXY=".site")
     assert done.returncode == 0, done.stderr
     assert rows(tmp_path / "run") == {"task0/default/0": ("completed", 0.0)}
 

@@ -12,7 +12,7 @@ import yaml
 from megaflow_hpc import open_trajectories
 from megaflow_hpc.config import CampaignConfig, parse, resolved
 from megaflow_hpc.errors import ConfigError
-from tests.support.campaigns import cli, run_local
+from tests.support.campaigns import forked, run_local, verb
 
 MODEL = {"engine": "vllm", "path": "/models/m"}
 FIELDS: dict[str, Any] = {
@@ -129,10 +129,10 @@ def test_a_score_that_needs_roles_is_refused_without_a_team(tmp_path: Path, monk
     (tmp_path / "campaign.yaml").write_text(
         yaml.safe_dump({**fields, "agent": "oracle", "tasks": ["sums:Sum", "sums:Open"]})
     )
-    done = cli("check", tmp_path / "campaign.yaml", "--no-site")
+    done = forked("check", tmp_path / "campaign.yaml", "--no-site")
     assert done.returncode == 2
     assert "the score of 1 tasks takes the roles of a team (Sum)" in done.stdout + done.stderr
-    validated = cli("tasks", "validate", "sums:Sum", "--json")
+    validated = forked("tasks", "validate", "sums:Sum", "--json")
     assert "takes the roles of a team" in validated.stdout + validated.stderr, validated
 
 
@@ -159,12 +159,12 @@ def test_a_writer_and_a_checker_from_the_file_to_the_record(tmp_path: Path, monk
             assert [s.policy for s in trajectory.sequences if len(s.tokens)] == ["author", "second", "second"]
             assert len(trajectory.sequences) == 3
             assert row.rewards == {"reward": 1.0, "right": 1.0}
-    shown = cli("show", result["run"], "Sum/author/0", "--json")
+    shown = verb("show", result["run"], "Sum/author/0", "--json")
     assert {one["role"] for one in json.loads(shown.stdout)["conversations"]} == {"writer", "checker"}
     # Scored again, a rollout has the roles that it had.
     (tmp_path / "rating.py").write_text("def score(roles): return len(roles['writer']) - len(roles['checker'])\n")
     for scorer, mean in ([], 1.0), (["--with", tmp_path / "rating.py"], 2.0):
-        again = json.loads(cli("reverify", result["run"], *scorer, "--json").stdout)
+        again = json.loads(forked("reverify", result["run"], *scorer, "--json").stdout)
         assert (again["scored"], again["mean"]) == (2, mean)
 
 

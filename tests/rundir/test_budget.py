@@ -15,7 +15,7 @@ from megaflow_hpc.config import parse
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.budget import CampaignBudget, Meter, cores_of, gpus_of
 from megaflow_hpc.rundir.layout import RunDir
-from tests.support.campaigns import cli
+from tests.support.campaigns import forked, verb
 
 
 def lease(core_s: float, began_at: float | None = None) -> dict[str, float]:
@@ -89,9 +89,9 @@ def test_a_campaign_over_its_gpu_hours_starts_nothing_and_goes_on_when_they_are_
     assert status["pods"][0]["why"] == "2.00 GPU-hours are used, limits.gpu_hours is 1"
     with pytest.raises(ConfigError, match=r"2\.00 GPU-hours .* --limit gpu_hours=HOURS"):
         run.resume(launcher="local")
-    refused = cli("resume", run.path, "--launcher", "local", "--limit", "gpu_hours=many")
+    refused = verb("resume", run.path, "--launcher", "local", "--limit", "gpu_hours=many")
     assert refused.returncode == 2
-    done = cli("resume", run.path, "--launcher", "local", "--limit", "gpu_hours=3", "--json")
+    done = forked("resume", run.path, "--launcher", "local", "--limit", "gpu_hours=3", "--json")
     status = json.loads(done.stdout)
     assert (status["state"], status["rollouts"]["completed"]) == ("finished", 1)
     assert json.loads((run.dir.gpus / "default.0.json").read_text())["gpu_s"] > 0
@@ -132,7 +132,7 @@ def test_a_campaign_that_spent_its_dollars_stops_cleanly_and_goes_on_when_they_a
         slurm: {pods: {slots_per_rank: 1}}
         """
     file = make_campaign(8, extra, agent="asker:Asker", answers=["42"])
-    checked = cli("check", file, "--no-site")
+    checked = verb("check", file, "--no-site")
     assert "limits.usd: 2 is 0.25 US dollars for each of 8 rollouts" in checked.stderr
     run = Campaign.from_yaml(file).plan(launcher="local")
     run.start("local")
@@ -142,15 +142,15 @@ def test_a_campaign_that_spent_its_dollars_stops_cleanly_and_goes_on_when_they_a
     assert status["rollouts"]["failed"] == 0
     assert 0 < status["rollouts"]["pending"] < 8
     assert status["spent"]["usd"] >= max(2, status["models"]["default"]["usd"])
-    said = cli("status", run.path).stdout
+    said = verb("status", run.path).stdout
     assert "of 2 US dollars (limits.usd)" in said
     assert re.search(r"model default: \d+ calls, \d+ prompt and \d+ sampled tokens, [0-9.]+ USD", said)
-    report = json.loads(cli("report", run.path, "--no-pictures", "--json").stdout)["runs"][0]
+    report = json.loads(verb("report", run.path, "--no-pictures", "--json").stdout)["runs"][0]
     assert report["cost"]["usd"] == pytest.approx(status["spent"]["usd"])
     assert report["models"]["default"]["calls"] == status["models"]["default"]["calls"]
     with pytest.raises(ConfigError, match=r"US dollars are spent .* --limit usd=USD"):
         run.resume(launcher="local")
-    done = cli("resume", run.path, "--launcher", "local", "--limit", "usd=none", "--json")
+    done = forked("resume", run.path, "--launcher", "local", "--limit", "usd=none", "--json")
     assert json.loads(done.stdout)["rollouts"]["completed"] == 8
-    refused = cli("resume", run.path, "--limit", "usd=much")
+    refused = verb("resume", run.path, "--limit", "usd=much")
     assert "expected dollars above 0, as usd=100" in refused.stderr

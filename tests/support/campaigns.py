@@ -1,7 +1,8 @@
-"""The command line in a process of its own, small campaigns on this host, and what a run has stored."""
+"""The command line in a process of its own or in this one, small campaigns on this host, and what a run has stored."""
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -20,6 +21,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories import gather
 from tests.support.samples import commit, trajectory
 from tests.support.waiting import until
+from tests.support.warm import COMMAND_LINE, WarmPython
 
 Make = Callable[..., Path]
 """The fixtures ``make_campaign`` and ``make_task``."""
@@ -32,8 +34,18 @@ def cli(*arguments: object, timeout: float = 240, **environment: str) -> subproc
     return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=timeout, env=env, check=False)
 
 
+@functools.cache
+def _warm() -> WarmPython:
+    return WarmPython("megaflow_hpc.cli.campaigns.control", "megaflow_hpc.cli.campaigns.start", "h5py")
+
+
+def forked(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Does what :func:`cli` does in a process forked from one with the imports, which saves half a second of CPU."""
+    return _warm().run(COMMAND_LINE, *map(str, arguments), variables=environment)
+
+
 def verb(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Does what :func:`cli` does in this process, which is faster. For verbs that start no rollout."""
+    """Does what :func:`cli` does in this process, which is fastest. For verbs that start no rollout."""
     words = list(map(str, arguments))
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", newline="", write_through=True) for _ in range(2))
     with redirect_stdout(out), redirect_stderr(err):
@@ -44,7 +56,7 @@ def verb(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def run_local(campaign: Path, *arguments: str) -> tuple[dict, subprocess.CompletedProcess[str]]:
     """Runs a campaign without Slurm; returns the summary it prints as JSON, and the ended process."""
-    done = cli("run", campaign, "--launcher", "local", "--json", *arguments)
+    done = forked("run", campaign, "--launcher", "local", "--json", *arguments)
     assert done.stdout, done.stderr
     return json.loads(done.stdout), done
 

@@ -55,6 +55,9 @@ sys.modules["__main__"] = types.ModuleType("__main__")
 exec(compile(program, "<program>", "exec"), sys.modules["__main__"].__dict__)
 """
 
+COMMAND_LINE = "import sys; from megaflow_hpc.cli import main; sys.exit(main())"
+"""A program: ``megaflow-hpc`` with the program's arguments."""
+
 
 class WarmPython:
     """Imports ``modules`` once. Use it as a context manager, or let it end with this process.

@@ -456,7 +456,7 @@ def _train_with_kills(run: RunDir, pods: Pods, draw: random.Random, kills: int, 
 
 @pytest.mark.slow
 def test_killed_at_random_instants_it_loses_no_group_and_takes_none_twice(tmp_path: Path) -> None:
-    kills = int(os.environ.get("MEGAFLOW_KILLS", "24"))
+    kills = int(os.environ.get("MEGAFLOW_KILLS", "12"))
     steps = kills // 2  # more steps than the killed processes can finish, so that most kills happen
     training = {"staleness": 2, "batch": 3, "steps": steps}
     run = training_run(tmp_path / "run", training, tasks=7, samples=2)

@@ -21,7 +21,7 @@ from tests.bench.learning import faults, learning, prepare, rises
 from tests.support.waiting import until
 
 STEPS, TURNS = 2, 2
-SAMPLES = 2
+BATCH, SAMPLES = 4, 2
 RECORDED = Path(__file__).with_name("learning_curve.json")
 """Rewards that each weight version earned in ten steps: version → rollouts and solved ones."""
 
@@ -31,7 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working directory as launchers/learn makes it, with a hardly taught model and fewer rollouts a step."""
     folder = prepare(tmp_path_factory.mktemp("learn"), batches=2, turns=TURNS)
     campaign = folder / "campaign.yaml"
-    campaign.write_text(campaign.read_text().replace("samples: 8", f"samples: {SAMPLES}"))
+    text = campaign.read_text().replace("samples: 8", f"samples: {SAMPLES}")
+    campaign.write_text(text.replace("batch: 10\n", f"batch: {BATCH}\n"))
     return folder
 
 
@@ -48,7 +49,7 @@ def test_a_model_is_trained_by_the_rollouts_of_its_own_weights(folder: Path, bas
     assert learn.returncode == 0, printed
     assert faults(run) == []
     with open_trajectories(run.path) as store:
-        assert len(store) == STEPS * 10 * SAMPLES
+        assert len(store) == STEPS * BATCH * SAMPLES
         assert set(store.column("reward")) <= {0.0, 1.0}
         assert set(store.column("weight_version_min")) == set(range(STEPS))
     rewards = [json.loads(line)["reward"] for line in _metrics(run).read_text().splitlines()]

@@ -31,7 +31,7 @@ from megaflow_hpc.training.staleness import StalenessControl
 from megaflow_hpc.types import Rollout
 from tests.support.groups import sample
 
-SEEDS = 500
+SEEDS = 200
 STEPS = 4
 MAX_TURNS = 20_000
 """A campaign of this size takes some hundred turns, and some thousand if one trainer is very slow."""

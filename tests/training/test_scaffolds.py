@@ -98,12 +98,8 @@ def test_a_later_trainer_gives_the_same_groups_to_the_same_agents(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_unmodified_programs_feed_one_training_step(
+def test_an_unmodified_program_feeds_one_training_step(
     tmp_path: Path, base_sif: Path, make_task: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Programs of two APIs. tests/agents/test_cli_agents.py checks what is recorded of every program.
-
-    tests/agents/python_programs.py adds OpenHands, which needs half a gigabyte.
-    """
-    programs = {agent: repair(agent) for agent in ("claude-code", "codex")}
-    train_with_programs(tmp_path, base_sif, make_task, monkeypatch, programs)
+    """tests/agents/test_cli_agents.py checks what is recorded of every program."""
+    train_with_programs(tmp_path, base_sif, make_task, monkeypatch, {"codex": repair("codex")})

@@ -33,11 +33,11 @@ def resident(name):
     line = next(line for line in open("/proc/self/status") if line.startswith(name))
     return int(line.split()[1]) * 1024
 
-def micro_batch():
-    new, entropies = policy(torch.zeros(TOKENS, dtype=torch.int64), torch.arange(TOKENS), [0, TOKENS],
-                            torch.arange(1, TOKENS))
-    columns = [torch.zeros(TOKENS) for _ in range(3)]
-    batch = losses.Tokens(torch.tensor([0, TOKENS]), torch.ones(TOKENS, dtype=torch.bool), new.detach(), *columns,
+def micro_batch(tokens=16):
+    new, entropies = policy(torch.zeros(tokens, dtype=torch.int64), torch.arange(tokens), [0, tokens],
+                            torch.arange(1, tokens))
+    columns = [torch.zeros(tokens) for _ in range(3)]
+    batch = losses.Tokens(torch.tensor([0, tokens]), torch.ones(tokens, dtype=torch.bool), new.detach(), *columns,
                           torch.ones(1, dtype=torch.int64))
     losses.policy_loss(losses.Loss("dapo"), new, entropies.detach(), batch, Totals)[0].backward()
 
@@ -49,7 +49,7 @@ micro_batch()
 optimizer.step()
 Path("/proc/self/clear_refs").write_text("5")  # the peak is measured from here on
 micro_batch()
-micro_batch()
+micro_batch(TOKENS)  # beside the gradients of an earlier one
 optimizer.step()
 found = predict(ModelShape.read(Path("model")), PolicyTraining(microbatch=TOKENS, dtype="float32"), gpus=0)
 print(json.dumps({"measured": resident("VmHWM") - before, "predicted": found.peak}))
@@ -94,16 +94,17 @@ def test_flops_are_what_torch_counts(tmp_path: Path) -> None:
 
 COMPARED = """
 import json
+from itertools import islice
 from tests.bench.memory import compare, matrix
-cases = matrix(["Qwen3-0.6B", "Qwen3-30B-A3B"], [1, 8], [2048], False)
-print(json.dumps(list(compare(cases, layers=2))))
+experts = islice(matrix(["Qwen3-30B-A3B"], [8], [2048]), 2)
+print(json.dumps(list(compare([*matrix(["Qwen3-0.6B"], [1, 8], [2048]), *experts], layers=2))))
 """
 
 
 def test_predicted_memory_is_within_a_tenth_of_what_torch_counts(tmp_path: Path) -> None:
     """``python -m tests.bench.memory`` compares whole models; here they have two layers and short rows."""
     cases = run_ranks(COMPARED, tmp_path)
-    assert len(cases) == 8
+    assert len(cases) == 6
     off = {json.dumps(case): case["predicted"] / case["tracked"] - 1 for case in cases}
     assert {case: error for case, error in off.items() if abs(error) > 0.1} == {}
 

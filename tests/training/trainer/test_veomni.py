@@ -1,11 +1,7 @@
-"""Models that VeOmni makes and divides, compared with this package's, and a training with them that is killed."""
+"""Models that VeOmni makes and divides, compared with this package's, and a training with them that is cut off."""
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +12,9 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.weights import versions
 from megaflow_hpc.training.plan import Commit, TrainingFiles
-from tests.support.places import ROOT
-from tests.support.torch_ranks import LOOPBACK, engine_python, run_ranks
+from tests.support.torch_ranks import run_ranks
 
-torch_runs = pytest.mark.slow  # all of them wait for one run of torch on two ranks, and two of the command
+torch_runs = pytest.mark.slow  # all of them wait for one run of torch on two ranks, and one of the command
 
 SCRIPT = r'''
 import functools, json, math, shutil, warnings
@@ -123,7 +118,7 @@ def sample():
     losses = [line["loss"] for line in trainer.steps()]
     flow.leave()
     pods.close()
-    for name in ("compared", "whole", "killed"):
+    for name in ("compared", "whole", "cut off"):
         copy = shutil.copytree("run", name)
         for folder in ("training/default/commits", "training/default/checkpoints", "weights"):
             shutil.rmtree(Path(copy) / folder)
@@ -164,7 +159,8 @@ def main():
     found, trainer = train("compared", ranks, read=veomni.read, agree=ranks.broadcast)
     now = masters(trainer.optimizer)
     loop.Optimizer = plain
-    train("whole", ranks, read=veomni.read, agree=ranks.broadcast)
+    for name, most in (("whole", None), ("cut off", 3)):
+        train(name, ranks, most, veomni.read, agree=ranks.broadcast)
     if ranks.first:
         result["parameters"] = furthest(now, ends)
         result["losses"] = [[line["loss"] for line in found], losses]
@@ -227,44 +223,16 @@ def test_what_it_cannot_train_is_refused_before_any_weight_is_read(found):
     assert "pip install --no-deps veomni==9" in said["version"]
 
 
-def trainers(run: RunDir) -> list[subprocess.Popen[str]]:
-    """Start the command on two ranks, as torchrun does."""
-    meeting = {"MEGAFLOW_TRAINER_STORE": f"file://{run.path}.{secrets.token_hex(4)}", **LOOPBACK, "WORLD_SIZE": "2"}
-    env = {**os.environ, **meeting, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [engine_python(), "-m", "megaflow_hpc.training.trainer", run.path.name, "--json"]
-    return [
-        subprocess.Popen(
-            command,
-            cwd=run.path.parent,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-
-
 @torch_runs
-def test_a_killed_training_continues_bit_for_bit(found, folder):
-    run = RunDir(folder / "killed")
-    ranks = trainers(run)
-    assert ranks[0].stdout is not None
-    for line in ranks[0].stdout:
-        if line.startswith("{") and json.loads(line)["step"] == 3:
-            break
-    for rank in ranks:
-        rank.kill()
-        rank.communicate()
-    files = TrainingFiles(run, "default")
+def test_the_command_continues_a_training_that_was_cut_off_bit_for_bit(found, folder):
+    files = TrainingFiles(RunDir(folder / "cut off"), "default")
     assert files.numbers(Commit) == [1, 2, 3]
-    ranks = trainers(run)
-    said = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
+    command = "import runpy; runpy.run_module('megaflow_hpc.training.trainer', run_name='__main__')"
+    assert run_ranks(command, folder, "cut off", "--json", ranks=2)["step"] == 4
     assert files.numbers(Commit) == [1, 2, 3, 4]
-    last, whole = (versions(RunDir(folder / name))[-1] for name in ("killed", "whole"))
+    last, whole = (versions(RunDir(folder / name))[-1] for name in ("cut off", "whole"))
     assert last.token == whole.token == "step-000004"
-    weights = [folder / name / "weights" / str(v.version) for name, v in (("killed", last), ("whole", whole))]
+    weights = [folder / name / "weights" / str(v.version) for name, v in (("cut off", last), ("whole", whole))]
     ended, wanted = ({path.name: path.read_bytes() for path in w.glob("*.safetensors")} for w in weights)
     assert ended
     assert ended == wanted

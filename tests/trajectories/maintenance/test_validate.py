@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import h5py
 import numpy as np
 import pytest
@@ -97,12 +99,17 @@ BROKEN = {
 }
 
 
-@pytest.fixture
-def path(tmp_path):
-    run = run_dir(tmp_path / "run")
+@pytest.fixture(scope="module")
+def gathered(tmp_path_factory):
+    run = run_dir(tmp_path_factory.mktemp("validate") / "run")
     last = trajectory(7, status="failed")
     commit(run, "a", *((0, 0, trajectory(n)) for n in range(7)), (0, 0, last))
     return gather(run)
+
+
+@pytest.fixture
+def path(gathered, tmp_path):
+    return shutil.copy(gathered, tmp_path)
 
 
 def test_a_gathered_file_is_valid(path):

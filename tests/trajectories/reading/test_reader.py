@@ -106,7 +106,7 @@ def test_a_reader_of_a_replaced_file_keeps_reading_its_own(running):
         assert store.batch(range(20, 40))["tokens"].tobytes() == expected
 
 
-MANY = 300_000
+MANY = 150_000
 
 
 def test_opening_reads_no_row(tmp_path):
@@ -131,9 +131,9 @@ def test_opening_reads_no_row(tmp_path):
         "with open_trajectories(sys.argv[1]) as store: len(store)\n"
         "tracemalloc.start()\n"
         "with open_trajectories(sys.argv[1]) as store:\n"
-        "    assert len(store) == 300003\n"
+        "    assert len(store) == 150003\n"
         "    assert tracemalloc.get_traced_memory()[1] < 1_000_000, tracemalloc.get_traced_memory()\n"
-        "    assert store[250003].id == 'many/250000' and store[1].messages and store[2].sequences\n"
+        "    assert store[140003].id == 'many/140000' and store[1].messages and store[2].sequences\n"
         "    assert tracemalloc.get_traced_memory()[1] < 3_000_000, tracemalloc.get_traced_memory()\n"
         "    assert store.select(\"id == 'many/7'\").tolist() == [10] and store['many/7'].index == 10\n"
     )

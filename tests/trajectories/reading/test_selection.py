@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import pytest
 
@@ -13,8 +15,6 @@ from tests.support.samples import commit, run_dir, trajectory
 
 def versions(number: int) -> list[TokenSequence]:
     """A prompt of two tokens and an answer of two, sampled by weights ``number`` and ``number + 1``."""
-    from array import array
-
     nan = float("nan")
     return [
         TokenSequence(
@@ -27,9 +27,9 @@ def versions(number: int) -> list[TokenSequence]:
     ]
 
 
-@pytest.fixture(params=["journals", "file"])
-def store(tmp_path, request):
-    run = run_dir(tmp_path / "run")
+@pytest.fixture(params=["journals", "file"], scope="module")
+def store(tmp_path_factory, request):
+    run = run_dir(tmp_path_factory.mktemp("selection") / "run")
     rollouts = [trajectory(n, policy="ab"[n % 2], sequences=versions(n), turns=[]) for n in range(10)]
     rollouts += [
         trajectory(n, task="other", status="failed", sequences=[], turns=[], error="Ünglück") for n in (10, 11)
