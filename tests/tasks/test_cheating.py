@@ -162,11 +162,6 @@ def test_what_was_replaced_is_said(side_by_side: Side) -> None:
     assert re.search(r"changes that the tests did not see: .*\busr/bin/bash\b", verdict.output)
 
 
-def test_a_layer_that_the_agent_filled_is_judged(judge: Judge) -> None:
-    verdict = judge("head -c 200000000 /dev/zero > /fill; rm answer", disk_mb=DISK_MB)
-    assert (verdict.rewards, verdict.error) == ({"reward": 0.0}, "")
-
-
 @pytest.mark.parametrize("size", FILL_BYTES)
 def test_a_layer_that_the_agent_filled_is_judged_by_tests_that_write_their_logs(side_by_side: Side, size: int) -> None:
     verdict = side_by_side(f"filled: {size}")
@@ -280,14 +275,6 @@ REWARDS = {
     "too many": ("python3 -c \"import json; print(json.dumps({f'r{n}': 1 for n in range(65)}))\" > reward.json", "65"),
     "a long name": ("python3 -c \"import json; print(json.dumps({'r' * 101: 1}))\" > reward.json", "up to 100"),
 }
-
-
-@pytest.mark.parametrize("name", ["a link to a file of the host", "a pipe that nobody writes"])
-def test_a_reward_that_is_not_a_file_is_zero(judge: Judge, name: str) -> None:
-    make, said = REWARDS[name]
-    verdict = judge("true", f"cd /logs/verifier; {make}")
-    assert verdict.reward == 0
-    assert said in verdict.error
 
 
 @pytest.mark.parametrize(("make", "said"), REWARDS.values(), ids=REWARDS.keys())
