@@ -24,7 +24,6 @@ from megaflow_hpc.tasks.harbor.rewards import parse_rewards, read_logs, read_rew
 from megaflow_hpc.tasks.harbor.verifier import check_fresh
 from megaflow_hpc.tasks.steps import prepare, verify
 from megaflow_hpc.types import Task, Verdict
-from tests.support.cheating import PYTHON_HOLES
 from tests.support.harbor_tasks import write_task
 from tests.support.waiting import some_at_a_time
 
@@ -109,6 +108,31 @@ HOLES = {
     ">/dev/null 2>&1 & sleep 0.1",
     "every process killed": "kill -9 -1",
 }
+
+SILENT_PROGRAM = "printf '#!/bin/sh\\nexit 0\\n' > /p; chmod 755 /p; "
+ENDS = "import os; os._exit(0)"
+
+PYTHON_HOLES = {
+    "a false python": SILENT_PROGRAM + "cp --remove-destination /p /usr/bin/python3",
+    "a python that was moved": SILENT_PROGRAM + "mv /usr/bin/python3 /usr/bin/p3; mv /p /usr/bin/python3",
+    "a false python earlier on PATH": SILENT_PROGRAM + "cp /p /usr/local/bin/python3; cp /p /usr/local/sbin/python3",
+    "a sitecustomize": "d=$(python3 -c 'import sysconfig; print(sysconfig.get_path(\"stdlib\"))'); "
+    f"echo '{ENDS}' > $d/sitecustomize.py",
+    "a sitecustomize in /etc": f"rm -rf /etc/python3*; mkdir /etc/python3.11; echo '{ENDS}' "
+    "| tee /etc/python3.11/sitecustomize.py /usr/lib/python3/dist-packages/sitecustomize.py",
+    "a .pth among the image's packages": f"for d in $(python3 -c 'import site; print(*site.getsitepackages())'); do "
+    f"mkdir -p $d; echo '{ENDS}' > $d/x.pth; done",
+    "a module of the user's": f"d=$(python3 -m site --user-site); mkdir -p $d; echo '{ENDS}' > $d/x.pth",
+    "a library cache": "echo /evil > /etc/ld.so.conf; mkdir /evil; cp /etc/hostname /evil/libz.so.1; ldconfig",
+    "a link for the work directory": "mkdir /evil; printf 42 > /evil/answer; cd /; rm -rf /app; ln -s /evil /app",
+    "a /usr of its own": SILENT_PROGRAM + "python3 -c \"import os; os.rename('/usr/lib/python3.11', '/mine'); "
+    "os.mkdir('/usr/lib/python3.11'); open('/usr/lib/python3.11/os.py', 'w').write('raise SystemExit')\"",
+    "a locale": "mkdir -p /usr/lib/locale/C.utf8; head -c 4096 /dev/zero > /usr/lib/locale/C.utf8/LC_CTYPE",
+    "a library that the image would load": "for f in /usr/lib/*/libutil.so.1 /usr/lib/*/libc.so.6; do "
+    "mkdir -p /usr/local/lib/x86_64-linux-gnu; cp /etc/hostname /usr/local/lib/x86_64-linux-gnu/$(basename $f); done; "
+    "echo /usr/local/lib/x86_64-linux-gnu/libc.so.6 > /etc/ld.so.preload",
+}
+"""What would mislead tests that look at the agent's files with the image's Python."""
 
 FILL_BYTES = [29_800_000, 29_980_000, 200_000_000]
 DISK_MB = 30
