@@ -148,9 +148,9 @@ async def check_watches(sandbox: ApptainerSandbox) -> None:
 @pytest.mark.parametrize("started_by", ["apptainer", "clone", "copy"], indirect=True)
 @pytest.mark.parametrize("user", [None, "agent"])
 async def test_no_user_namespace_can_be_made_inside_and_watches_are_limited(
-    start: Start, user: str | None, started_by: str
+    start: Start, user: str | None, started_by: str, slim_rootfs: str
 ) -> None:
-    sandbox = await start(user=user)
+    sandbox = await start(slim_rootfs if started_by == "copy" else "", user=user)
     first = await sandbox.exec(python(MEMORY_OF_ITS_OWN))
     lifted = await sandbox.exec("echo 9 > /proc/sys/user/max_user_namespaces")
     await check_watches(sandbox)
