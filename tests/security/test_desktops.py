@@ -88,14 +88,8 @@ async def address_bar(sandbox: Sandbox) -> None:
 
 
 async def load_again_and_solve(sandbox: Sandbox) -> None:
-    await click_button(sandbox, "TWO")  # which is wrong
     await keys(sandbox, "F5")
     await asyncio.sleep(1.0)
-    await start_and_solve(sandbox)
-
-
-async def begin_again_and_solve(sandbox: Sandbox) -> None:
-    await click_button(sandbox, "TWO")
     await start_and_solve(sandbox)
 
 
@@ -105,16 +99,19 @@ async def start_and_solve(sandbox: Sandbox) -> None:
     await click_button(sandbox, "ONE")
 
 
+async def fail(sandbox: Sandbox) -> None:
+    """End the episode, whose reward is 0 from now on."""
+    await click_button(sandbox, "TWO")
+
+
 async def close_the_browser(sandbox: Sandbox) -> None:
     """A service that ended would give the rollout another attempt."""
-    await click_button(sandbox, "TWO")
     await keys(sandbox, "ctrl+w")
     await asyncio.sleep(1.0)
     assert (await act(sandbox, action="screenshot"))["ok"]
 
 
 async def end_the_x_server(sandbox: Sandbox) -> None:
-    await click_button(sandbox, "TWO")
     await keys(sandbox, "Terminate_Server")
     await asyncio.sleep(1.0)
     assert "display lost" in (await act(sandbox, action="screenshot"))["error"]
@@ -133,6 +130,10 @@ async def leave_modules(sandbox: Sandbox) -> None:
         await sandbox.exec(["sh", "-c", f"cat > /work/{name}.py"], user_input=forge)
 
 
+async def the_page_is_open(sandbox: Sandbox) -> None:
+    assert "Click Test" in (await sandbox.exec(["screen", "tree"])).stdout
+
+
 async def click_button(sandbox: Sandbox, name: str) -> None:
     done = await sandbox.exec(["screen", "tree"])
     if found := re.search(rf'button "{name}" \((\d+),(\d+)\)', done.stdout):
@@ -140,16 +141,24 @@ async def click_button(sandbox: Sandbox, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "attack",
+    "attacks",
     [
-        *(open_developer_tools, address_bar, load_again_and_solve, begin_again_and_solve),
-        *(close_the_browser, end_the_x_server, open_pages_without_end, leave_modules),
+        (leave_modules, open_developer_tools),
+        (address_bar,),
+        (open_pages_without_end,),
+        (fail, start_and_solve, the_page_is_open, load_again_and_solve, the_page_is_open, close_the_browser),
+        (fail, end_the_x_server),
     ],
+    ids=["developer tools", "address bar", "pages", "again", "X server"],
 )
 def test_nothing_but_the_solution_gives_a_reward_or_another_attempt(
-    attack: Callable[[Sandbox], Awaitable[None]], desktop_sif: Path, scratch: Path, tmp_path: Path
+    attacks: tuple[Callable[[Sandbox], Awaitable[None]], ...], desktop_sif: Path, scratch: Path, tmp_path: Path
 ) -> None:
-    assert reward_of("click-test-2", "Click button ONE.", desktop_sif, scratch, tmp_path, attack) == 0.0
+    async def all_of_them(sandbox: Sandbox) -> None:
+        for attack in attacks:
+            await attack(sandbox)
+
+    assert reward_of("click-test-2", "Click button ONE.", desktop_sif, scratch, tmp_path, all_of_them) == 0.0
 
 
 async def fill_the_memory_with_text(sandbox: Sandbox) -> None:

@@ -21,8 +21,8 @@ from tests.support.sandboxes import Start
 BLOCK = "import fcntl, os, socket, time\nblock = b'x' * 1_000_000\nheld = []\n"
 REST = "time.sleep(110)"
 
-MEMFD = BLOCK + "held = os.memfd_create('h')\nfor _ in range(300): os.write(held, block)\n" + REST
-MANY_MEMFDS = BLOCK + ("for _ in range(300):\n held.append(os.memfd_create('h')); os.write(held[-1], block)\n" + REST)
+MEMFD = BLOCK + "held = os.memfd_create('h')\nfor _ in range(200): os.write(held, block)\n" + REST
+MANY_MEMFDS = BLOCK + ("for _ in range(200):\n held.append(os.memfd_create('h')); os.write(held[-1], block)\n" + REST)
 SENT = BLOCK + (
     "while True:\n"
     " one, other = socket.socketpair(); one.setblocking(False); held.append((one, other))\n"
@@ -52,7 +52,7 @@ PIPES = BLOCK + (
     "if sum(fcntl.fcntl(one[1], 1032) for one in held) < 45e6: raise SystemExit('others have the pipes')\n" + REST
 )
 DELETED_SHM = BLOCK + (
-    "held = open('/dev/shm/y', 'wb'); os.unlink('/dev/shm/y')\nfor _ in range(300): held.write(block)\n" + REST
+    "held = open('/dev/shm/y', 'wb'); os.unlink('/dev/shm/y')\nfor _ in range(200): held.write(block)\n" + REST
 )
 DELETED = BLOCK + (
     "for number in range(10):\n"
@@ -66,7 +66,7 @@ NEVER_NAMED = BLOCK + (
 )
 EMPTY_FILES = (
     "import os, time\nos.mkdir('/var/i')\n"
-    "for number in range(60_000): os.close(os.open(f'/var/i/{number}', os.O_CREAT))\n" + REST
+    "for number in range(30_000): os.close(os.open(f'/var/i/{number}', os.O_CREAT))\n" + REST
 )
 LINKS = EMPTY_FILES.replace("os.close(os.open(f'/var/i/{number}', os.O_CREAT))", "os.symlink('x', f'/var/i/{number}')")
 # 160,000 descriptors are more than the limit, and far fewer than a node has.

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
+from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.sandbox.launcher import CALLS, REFUSED, launcher, program
 from tests.support.requirements import REMEDY
 from tests.support.sandboxes import Start
@@ -125,18 +125,6 @@ def test_where_there_is_no_filter_the_keyring_is_an_empty_one_all_the_same() -> 
     with_a_key(use)
 
 
-@pytest.mark.parametrize("started_by", ["apptainer", "clone", "copy"], indirect=True)
-@pytest.mark.parametrize("user", [None, "agent"])
-async def test_no_user_namespace_can_be_made_inside(start: Start, user: str | None, started_by: str) -> None:
-    sandbox = await start(user=user)
-    first = await sandbox.exec(python(MEMORY_OF_ITS_OWN))
-    lifted = await sandbox.exec("echo 9 > /proc/sys/user/max_user_namespaces")
-    await sandbox.kill_processes()  # the next container is limited too
-    later = await sandbox.exec(python(MEMORY_OF_ITS_OWN))
-    assert (first.stdout, later.stdout) == ("False\nFalse\n", "False\nFalse\n"), first.stderr
-    assert lifted.exit_code != 0
-
-
 HOLD = """
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
@@ -145,17 +133,11 @@ print(*(sum(make() >= 0 for _ in range(900)) for make in makes), flush=True)
 """
 
 
-@pytest.mark.parametrize("started_by", ["apptainer", "clone", "copy"], indirect=True)
-@pytest.mark.parametrize(("user", "nested"), [(None, False), ("agent", False), (None, True)])
-async def test_no_sandbox_takes_all_watches_of_the_user(
-    start: Start, user: str | None, nested: bool, started_by: str
-) -> None:
-    if nested and started_by == "clone":
-        pytest.skip("a sandbox with namespaces of its own is no clone")
+async def check_watches(sandbox: ApptainerSandbox) -> None:
+    """No sandbox takes all watches of the user."""
     shown: list[bytes] = []
-    sandbox = await start(user=user, nested=nested)
     lifted = await sandbox.exec("echo 900 > /proc/sys/user/max_inotify_instances")
-    assert lifted.exit_code or user  # another uid's own namespace is below the limited one
+    assert lifted.exit_code or sandbox.spec.user  # another uid's own namespace is below the limited one
     await sandbox.exec(python(HOLD), timeout_s=20, on_output=lambda data: bool(shown.append(data)))
     instances, groups = map(int, shown[0].split())
     most = int(Path("/proc/sys/fs/inotify/max_user_instances").read_text())
@@ -163,11 +145,28 @@ async def test_no_sandbox_takes_all_watches_of_the_user(
     assert groups <= int(Path("/proc/sys/fs/fanotify/max_user_groups").read_text()) // 8
 
 
+@pytest.mark.parametrize("started_by", ["apptainer", "clone", "copy"], indirect=True)
+@pytest.mark.parametrize("user", [None, "agent"])
+async def test_no_user_namespace_can_be_made_inside_and_watches_are_limited(
+    start: Start, user: str | None, started_by: str, slim_rootfs: str
+) -> None:
+    sandbox = await start(slim_rootfs if started_by == "copy" else "", user=user)
+    first = await sandbox.exec(python(MEMORY_OF_ITS_OWN))
+    lifted = await sandbox.exec("echo 9 > /proc/sys/user/max_user_namespaces")
+    await check_watches(sandbox)
+    await sandbox.kill_processes()  # the next container is limited too
+    later = await sandbox.exec(python(MEMORY_OF_ITS_OWN))
+    assert (first.stdout, later.stdout) == ("False\nFalse\n", "False\nFalse\n"), first.stderr
+    assert lifted.exit_code != 0
+
+
 @pytest.mark.usefixtures("started_by")
 @pytest.mark.parametrize("user", [None, "agent"])
 async def test_a_campaign_may_give_its_sandboxes_namespaces_of_their_own(start: Start, user: str | None) -> None:
     sandbox = await start(user=user, nested=True)
     assert str((await sandbox.exec(python(MEMORY_OF_ITS_OWN))).stdout) == "True\nTrue\n"
+    if user is None:
+        await check_watches(sandbox)
 
 
 RINGS_AND_SOCKETS = f"""{CALL}

@@ -23,7 +23,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.child import ProcessLimits, run_confined
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.reading.vocabulary import kept, load
-from tests.support.campaigns import Make, cli, gathered
+from tests.support.campaigns import Make, cli, gathered, verb
 from tests.support.samples import trajectory
 from tests.support.second_user import COMMAND, as_second_user
 
@@ -118,7 +118,7 @@ def test_runs_of_another_user_are_read_as_ones_own(run: RunDir, place: Path, tmp
         ["export", "--format", "jsonl,parquet", "-o", tmp_path / "export"],
         ["report", "-o", tmp_path / "report"],
     ):
-        told = [cli(name, path, *words) for path in (run.path, theirs)]
+        told = [verb(name, run.path, *words), cli(name, theirs, *words)]
         assert [done.returncode for done in told] == [told[0].returncode] * 2, told[1].stderr
         assert "Traceback" not in told[1].stderr
         if name == "show":

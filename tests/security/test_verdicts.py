@@ -82,7 +82,7 @@ REWARDS = {
     "a link": ("ln -s /etc/passwd reward.txt", "not a plain file"),
     "a pipe": ("mkfifo reward.json", "not a plain file"),
     "a closed directory": ("chmod 0 .; true", "no reward"),
-    "odd logs": ("echo 0 >reward.txt; for i in $(seq 3000); do truncate -s 2M s$i; done; mkdir a; mkfifo b; "
+    "odd logs": ("echo 0 >reward.txt; truncate -s 2M $(seq -f s%g 3000); mkdir a; mkfifo b; "
     "touch \"$(printf '\\377\\n')\"; chmod 0 s1", ""),
     "nothing": ("true", "no reward"),
 }  # fmt: skip
@@ -90,7 +90,7 @@ REWARDS = {
 
 
 def with_cpu_limit(task: Task) -> Task:
-    return replace(task, limits=replace(task.limits, cpu_s=4))
+    return replace(task, limits=replace(task.limits, cpu_s=2))
 
 
 @pytest.fixture

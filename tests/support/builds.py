@@ -9,7 +9,8 @@ from typing import Any
 from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images import sif
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
-from megaflow_hpc.environments.images.layered import is_layered
+from megaflow_hpc.environments.images.layered import is_layered, layer_path, read_layered
+from megaflow_hpc.environments.images.layers.view import LayerView, of_blob
 from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.sources import ImageMapping
 from megaflow_hpc.environments.images.store import ImageStore
@@ -39,6 +40,11 @@ def build(
         store.say = said.append
     dockerfile = Dockerfile(path, build_args=args)
     return store.resolve_dockerfile(dockerfile, ImageMapping(images, context.parent), timeout_s=timeout_s)
+
+
+def layers_of(image: Path) -> LayerView:
+    """Return a view of what the layers of an image have, without their base. :func:`unpacked` takes much longer."""
+    return LayerView([of_blob(layer_path(image, layer.digest)) for layer in reversed(read_layered(image).layers)])
 
 
 def unpacked(image: Path, target: Path) -> Path:

@@ -24,7 +24,6 @@ from megaflow_hpc.tasks.harbor.rewards import parse_rewards, read_logs, read_rew
 from megaflow_hpc.tasks.harbor.verifier import check_fresh
 from megaflow_hpc.tasks.steps import prepare, verify
 from megaflow_hpc.types import Task, Verdict
-from tests.support.cheating import PYTHON_HOLES
 from tests.support.harbor_tasks import write_task
 from tests.support.waiting import some_at_a_time
 
@@ -110,6 +109,31 @@ HOLES = {
     "every process killed": "kill -9 -1",
 }
 
+SILENT_PROGRAM = "printf '#!/bin/sh\\nexit 0\\n' > /p; chmod 755 /p; "
+ENDS = "import os; os._exit(0)"
+
+PYTHON_HOLES = {
+    "a false python": SILENT_PROGRAM + "cp --remove-destination /p /usr/bin/python3",
+    "a python that was moved": SILENT_PROGRAM + "mv /usr/bin/python3 /usr/bin/p3; mv /p /usr/bin/python3",
+    "a false python earlier on PATH": SILENT_PROGRAM + "cp /p /usr/local/bin/python3; cp /p /usr/local/sbin/python3",
+    "a sitecustomize": "d=$(python3 -c 'import sysconfig; print(sysconfig.get_path(\"stdlib\"))'); "
+    f"echo '{ENDS}' > $d/sitecustomize.py",
+    "a sitecustomize in /etc": f"rm -rf /etc/python3*; mkdir /etc/python3.11; echo '{ENDS}' "
+    "| tee /etc/python3.11/sitecustomize.py /usr/lib/python3/dist-packages/sitecustomize.py",
+    "a .pth among the image's packages": f"for d in $(python3 -c 'import site; print(*site.getsitepackages())'); do "
+    f"mkdir -p $d; echo '{ENDS}' > $d/x.pth; done",
+    "a module of the user's": f"d=$(python3 -m site --user-site); mkdir -p $d; echo '{ENDS}' > $d/x.pth",
+    "a library cache": "echo /evil > /etc/ld.so.conf; mkdir /evil; cp /etc/hostname /evil/libz.so.1; ldconfig",
+    "a link for the work directory": "mkdir /evil; printf 42 > /evil/answer; cd /; rm -rf /app; ln -s /evil /app",
+    "a /usr of its own": SILENT_PROGRAM + "python3 -c \"import os; os.rename('/usr/lib/python3.11', '/mine'); "
+    "os.mkdir('/usr/lib/python3.11'); open('/usr/lib/python3.11/os.py', 'w').write('raise SystemExit')\"",
+    "a locale": "mkdir -p /usr/lib/locale/C.utf8; head -c 4096 /dev/zero > /usr/lib/locale/C.utf8/LC_CTYPE",
+    "a library that the image would load": "for f in /usr/lib/*/libutil.so.1 /usr/lib/*/libc.so.6; do "
+    "mkdir -p /usr/local/lib/x86_64-linux-gnu; cp /etc/hostname /usr/local/lib/x86_64-linux-gnu/$(basename $f); done; "
+    "echo /usr/local/lib/x86_64-linux-gnu/libc.so.6 > /etc/ld.so.preload",
+}
+"""What would mislead tests that look at the agent's files with the image's Python."""
+
 FILL_BYTES = [29_800_000, 29_980_000, 200_000_000]
 DISK_MB = 30
 _LOG = "head -c 40000 /dev/zero >> /logs/verifier/log; sleep 1"
@@ -160,11 +184,6 @@ def test_in_the_agents_sandbox_the_verdict_is_honest(side_by_side: Side, hole: s
 def test_what_was_replaced_is_said(side_by_side: Side) -> None:
     verdict = side_by_side("a false bash")
     assert re.search(r"changes that the tests did not see: .*\busr/bin/bash\b", verdict.output)
-
-
-def test_a_layer_that_the_agent_filled_is_judged(judge: Judge) -> None:
-    verdict = judge("head -c 200000000 /dev/zero > /fill; rm answer", disk_mb=DISK_MB)
-    assert (verdict.rewards, verdict.error) == ({"reward": 0.0}, "")
 
 
 @pytest.mark.parametrize("size", FILL_BYTES)
@@ -280,14 +299,6 @@ REWARDS = {
     "too many": ("python3 -c \"import json; print(json.dumps({f'r{n}': 1 for n in range(65)}))\" > reward.json", "65"),
     "a long name": ("python3 -c \"import json; print(json.dumps({'r' * 101: 1}))\" > reward.json", "up to 100"),
 }
-
-
-@pytest.mark.parametrize("name", ["a link to a file of the host", "a pipe that nobody writes"])
-def test_a_reward_that_is_not_a_file_is_zero(judge: Judge, name: str) -> None:
-    make, said = REWARDS[name]
-    verdict = judge("true", f"cd /logs/verifier; {make}")
-    assert verdict.reward == 0
-    assert said in verdict.error
 
 
 @pytest.mark.parametrize(("make", "said"), REWARDS.values(), ids=REWARDS.keys())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from megaflow_hpc.environments import ApptainerProvider
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.loading import load_tasks
 from megaflow_hpc.tasks.sets import miniwob, miniwob_oracle
+from megaflow_hpc.types import Task
 from tests.support.desktops import RandomClicker, played
 
 ASKED = {
@@ -25,37 +28,37 @@ ASKED = {
 }
 
 
-def test_every_page_becomes_a_task_that_says_what_the_page_asks(desktop_sif: Path, tmp_path: Path) -> None:
-    assert main(["tasks", "import", "miniwob", "--image", str(desktop_sif), "-o", str(tmp_path)]) == 0
+def rewards(tasks: list[Task], agent: Any, desktop_sif: Path, scratch: Path) -> list[float]:
+    async def played_in_turn() -> list[float]:
+        async with ApptainerProvider(scratch) as provider:
+            images = {"desktop": str(desktop_sif)}
+            return [reward for reward, _ in [await played(task, images, provider, agent) for task in tasks]]
+
+    return asyncio.run(played_in_turn())
+
+
+def test_every_page_becomes_a_task_that_says_what_the_page_asks(
+    desktop_sif: Path, scratch: Path, tmp_path: Path
+) -> None:
+    """An instruction is that of the served episode: a page asks for a text that depends on the seed, and the solution
+    types the one of the instruction."""
+    words = ["--image", str(desktop_sif), "-o", str(tmp_path), "--seeds", "2"]
+    assert main(["tasks", "import", "miniwob", *words]) == 0
     tasks = {task.id: task for task in load_tasks([f"{tmp_path}/miniwob/*"], "/")}
-    assert len(tasks) == 130
+    pages = {name.rpartition("-s")[0] for name in tasks}
+    assert (len(pages), set(tasks)) == (130, {f"{page}-s{seed}" for page in pages for seed in range(2)})
     assert tasks["click-dialog-s0"].instruction.startswith('Close the dialog box by clicking the "x".')
     assert {task.network for task in tasks.values()} == {"gateway"}
     assert {service.name for task in tasks.values() for service in task.services} == {"screen"}
     keys = {service.env["SCREEN_KEY"] for task in tasks.values() for service in task.services}
-    assert len(keys) == 130
+    assert len(keys) == len(tasks)
     solved = {task.id for task in tasks.values() if Path(task.path, "solution/solve.sh").exists()}
-    assert solved == {f"{page}-s0" for page in miniwob_oracle.PAGES}
+    assert solved == {f"{page}-s{seed}" for page in miniwob_oracle.PAGES for seed in range(2)}
     record = json.loads((tmp_path / "miniwob.source.json").read_text())
-    assert (record["revision"], record["licence"], record["tasks"]) == ("1.1.0", "MIT", 130)
-
-
-def test_an_imported_instruction_is_that_of_the_served_episode_and_seeds_differ(
-    desktop_sif: Path, scratch: Path, tmp_path: Path
-) -> None:
-    """The page asks for a text that depends on the seed, and the solution types the one of the instruction."""
-    words = ["--image", str(desktop_sif), "-o", str(tmp_path), "--seeds", "2"]
-    assert main(["tasks", "import", "miniwob", *words]) == 0
-    tasks = [task for task in load_tasks([f"{tmp_path}/miniwob/enter-text-s*"], "/")]
-    assert [task.id for task in tasks] == ["enter-text-s0", "enter-text-s1"]
-    assert tasks[0].instruction != tasks[1].instruction
-
-    async def rewards() -> list[float]:
-        async with ApptainerProvider(scratch) as provider:
-            images = {"desktop": str(desktop_sif)}
-            return [reward for reward, _ in [await played(task, images, provider, OracleAgent()) for task in tasks]]
-
-    assert asyncio.run(rewards()) == [1.0, 1.0]
+    assert (record["revision"], record["licence"], record["tasks"]) == ("1.1.0", "MIT", len(tasks))
+    seeds = [tasks[f"enter-text-s{seed}"] for seed in range(2)]
+    assert seeds[0].instruction != seeds[1].instruction
+    assert rewards(seeds, OracleAgent(), desktop_sif, scratch) == [1.0, 1.0]
 
 
 def test_solutions_get_one_nothing_gets_zero_and_random_clicks_something_between(
@@ -65,15 +68,9 @@ def test_solutions_get_one_nothing_gets_zero_and_random_clicks_something_between
     for page, utterance in ASKED.items():
         miniwob.write_task(tmp_path / "tasks", miniwob.AskedPage(page, "3", utterance), "1.1.0")
     tasks = load_tasks([f"{tmp_path}/tasks/*"], "/")
-
-    async def rewards(agent: OracleAgent | NopAgent | RandomClicker) -> list[float]:
-        async with ApptainerProvider(scratch) as provider:
-            images = {"desktop": str(desktop_sif)}
-            return [reward for reward, _ in [await played(task, images, provider, agent) for task in tasks]]
-
-    assert asyncio.run(rewards(OracleAgent())) == [1.0] * len(ASKED)
-    assert asyncio.run(rewards(NopAgent())) == [0.0] * len(ASKED)
-    assert 0 < sum(asyncio.run(rewards(RandomClicker(40)))) < len(ASKED)
+    assert rewards(tasks, OracleAgent(), desktop_sif, scratch) == [1.0] * len(ASKED)
+    assert rewards(tasks[:1], NopAgent(), desktop_sif, scratch) == [0.0]
+    assert 0 < sum(rewards(tasks, RandomClicker(10), desktop_sif, scratch)) < len(ASKED)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +93,8 @@ def test_an_image_without_pages_and_one_that_lists_false_ones_are_refused(rootfs
     with pytest.raises(ConfigError, match=r"name an image built from containers/desktop\.def"):
         miniwob.read_pages(Path(rootfs), 1)
     image = tmp_path / "image"
-    shutil.copytree(rootfs, image, symlinks=True, ignore=shutil.ignore_patterns("share", "python3*", "gcc*"))
+    unused = shutil.ignore_patterns("share", "python3*", "gcc*")
+    shutil.copytree(rootfs, image, symlinks=True, copy_function=os.link, ignore=unused)
     (image / "opt/miniwob").mkdir(parents=True)
     program = image / "usr/local/bin/screen"
     for version, line in (

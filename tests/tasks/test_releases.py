@@ -371,7 +371,7 @@ def test_a_hostile_archive_is_damaged_too_and_stays_inside(tmp_path: Path) -> No
 def test_the_verbs_build_prove_and_list_a_bug_in_the_sandbox(
     bug_file: Callable[..., Path],
     tmp_path: Path,
-    base_sif: Path,
+    slim_rootfs: str,
     release_cache: Path,
     scratch: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -387,7 +387,7 @@ def test_the_verbs_build_prove_and_list_a_bug_in_the_sandbox(
         return status, json.loads(capsys.readouterr().out)
 
     output = str(tmp_path / "tasks")
-    build = ("build", str(bug_file()), "--output", output, "--base", str(base_sif), "--cache", str(release_cache))
+    build = ("build", str(bug_file()), "--output", output, "--base", slim_rootfs, "--cache", str(release_cache))
     status, built = call(*build)
     assert status == 0
     assert built["image"] == str(tmp_path / "images" / "one-bug.sif")

@@ -80,13 +80,8 @@ def test_an_endless_printer_is_bounded(judge: Judge) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("reward.txt", "", "empty"),
-        ("reward.txt", "nan", "finite"),
-        ("reward.txt", "one", "expected a number"),
         ("reward.json", "{", "not JSON"),
         ("reward.json", "{}", "names no reward"),
-        ("reward.json", '{"a": "1"}', "finite number"),
-        ("reward.json", "1e999", "finite"),
         ("reward.json", '{"reward": 1, "turn.0": NaN}', "turn.0 is nan; expected a finite number"),
     ],
 )

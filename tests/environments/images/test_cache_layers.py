@@ -25,7 +25,7 @@ from tests.support.processes import proceed, start_python
 from tests.support.small_images import SmallImages
 
 MB = 1_000_000
-KILLS = int(os.environ.get("MEGAFLOW_STAGING_KILLS", "24"))
+KILLS = int(os.environ.get("MEGAFLOW_STAGING_KILLS", "12"))
 ENVIRONMENT: Entries = {"etc/": "", "etc/environment": "e", "lib/": "", "lib/old": "x", "lib/one": "1", "gone": "x"}
 INSTANCE: Entries = {"etc/": "", "etc/number": None, "lib/": OPAQUE, "lib/new": "n", "gone": None}
 WHOLE = {"etc", "etc/environment", "lib", "lib/new"}

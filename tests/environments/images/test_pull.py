@@ -22,7 +22,7 @@ from megaflow_hpc.environments.images.sources import ImageMapping, Registries
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import SiteError
-from tests.support.builds import unpacked
+from tests.support.builds import layers_of
 from tests.support.registries import Front, Layer, Registry, layer, noise, says, tree_layer
 from tests.support.sandboxes import runs
 
@@ -204,7 +204,7 @@ def test_a_dockerfile_on_an_image_of_a_registry_adds_its_layers(
     image = read_layered(path)
     assert image.layers[: len(below.layers)] == below.layers
     assert len(image.layers) == len(below.layers) + 1
-    assert (unpacked(path, tmp_path / "tree") / "opt" / "made").read_text() == "made\n"
+    assert layers_of(path).read("opt/made") == b"made\n"
 
 
 def test_steps_run_as_the_user_of_the_image_that_they_start_from(
@@ -223,8 +223,8 @@ def test_steps_run_as_the_user_of_the_image_that_they_start_from(
     path = images.resolve_dockerfile(
         Dockerfile(dockerfile), ImageMapping({"base": "docker://lab.org/team/user:1"}, tmp_path)
     )
-    tree = unpacked(path, tmp_path / "tree")
-    assert ((tree / "own" / "who").read_text(), (tree / "root-did").read_text()) == ("12\n34\n", "0\n")
+    made = layers_of(path)
+    assert (made.read("own/who"), made.read("root-did")) == (b"12\n34\n", b"0\n")
     assert read_layered(path).user == "root"
     assert read_layered(pulled(images, "team/user:1")).user == "12:34"
     notes = [line.partition("Dockerfile:")[2] for line in said if "differs from Docker" in line]

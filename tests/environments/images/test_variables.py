@@ -13,7 +13,7 @@ from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.sources import ImageMapping, Registries
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
-from tests.support.builds import unpacked
+from tests.support.builds import layers_of
 from tests.support.registries import Front, Registry, tree_layer
 from tests.support.sandboxes import runs
 
@@ -61,9 +61,7 @@ class Made:
         )
 
     def said(self, image: Path, *names: str) -> list[list[str]]:
-        self.count += 1
-        tree = unpacked(image, self.place / f"tree{self.count}")
-        return [(tree / name).read_text().rstrip("\n").split("|") for name in names]
+        return [layers_of(image).read(name).decode().rstrip("\n").split("|") for name in names]
 
 
 @pytest.fixture
@@ -131,5 +129,5 @@ def test_a_value_keeps_what_others_take_for_ends_of_lines(
     async def look(sandbox: ApptainerSandbox) -> bytes:
         return (await sandbox.exec('printf "%s" "$X"')).stdout_bytes
 
-    assert (unpacked(image, made.place / "tree") / "x").read_bytes() == value.encode()
+    assert layers_of(image).read("x") == value.encode()
     assert runs(str(image), scratch)(look) == value.encode()

@@ -87,10 +87,10 @@ async def test_signals_have_their_default_effect_in_commands(start: Start) -> No
     assert (await sandbox.exec(["python3", "-c", code])).stdout.strip() == "default_int_handler 0 set()"
 
 
-async def test_a_gigabyte_of_output_is_bounded_in_memory_and_keeps_head_and_tail(start_any: Start) -> None:
+async def test_much_output_is_bounded_in_memory_and_keeps_head_and_tail(start_any: Start) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     sandbox = await start_any()
-    flood = "dd if=/dev/zero bs=1000000 count=1000 2>/dev/null"
+    flood = "dd if=/dev/zero bs=1000000 count=300 2>/dev/null"
     result = await sandbox.exec(f"echo first; {flood}; echo last; echo e >&2", timeout_s=60)
     assert result.exit_code == 0
     assert result.truncated
@@ -218,7 +218,7 @@ async def test_the_shells_that_start_commands_keep_nothing_of_those_that_ended(s
     """A shell with job control keeps every job until it has reported it, and each fork copies these pages."""
     sandbox = await start_any()
     held = []
-    for count in (100, 1000):
+    for count in (100, 500):
         for _ in range(count):
             await sandbox.exec("/bin/true")
         assert sandbox.pid is not None
@@ -424,7 +424,7 @@ async def test_many_sandboxes_leave_no_descriptor_and_no_directory(rootfs: str, 
 
         await one()
         before = sorted(os.listdir("/proc/self/fd"))
-        await asyncio.gather(*(one() for _ in range(20)))
+        await asyncio.gather(*(one() for _ in range(12)))
         assert len(os.listdir("/proc/self/fd")) <= len(before) + 1
     assert not list((scratch / "owners").glob(f"{os.getpid()}-*"))
 

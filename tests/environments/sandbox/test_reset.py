@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megaflow_hpc import open_trajectories
 from megaflow_hpc.config.sections import EnvironmentConfig
+from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.types import Network, Task
+from tests.support.harbor_tasks import write_solved_task
+from tests.support.rollouts import attempts
 from tests.support.sandboxes import Start
 
 LOOK = (
@@ -51,11 +49,8 @@ def test_the_network_is_the_narrower_of_what_the_campaign_gives_and_the_task_all
     assert environment.network_of(Task("t", "", "base", "/t", network=task)) == given
 
 
-def test_every_rollout_of_a_campaign_starts_clean(make_campaign: Callable[..., Path]) -> None:
-    campaign = make_campaign(3, solution="test ! -e /stain && touch /stain && echo 42 > answer")
-    command = [sys.executable, "-m", "megaflow_hpc", "run", campaign, "--launcher", "local", "--json", "--ranks", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    with open_trajectories(result["run"]) as store:
-        assert sorted(trajectory.reward for trajectory in store) == [0, 0, 0, 1, 1, 1]
+def test_every_rollout_starts_clean(rootfs: str, tmp_path: Path) -> None:
+    solution = "test ! -e /stain && touch /stain && echo 42 > answer"
+    tasks = {str(n): read_harbor_task(write_solved_task(tmp_path / "tasks", f"task{n}", solution)) for n in range(3)}
+    found = attempts(tasks, {"base": rootfs}, {}, tmp_path, at_once=1)
+    assert [ended.reward for ended in found.values()] == [1, 1, 1]

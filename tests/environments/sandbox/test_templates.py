@@ -237,8 +237,7 @@ async def test_apptainer_starts_every_container_that_cannot_be_a_clone(
 ) -> None:
     monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "")
     image = tmp_path / "image" if change is scratch_is_a_link else scratch / change.__name__
-    copy = shutil.copy2 if change is scratch_is_a_link else os.link
-    shutil.copytree(rootfs, image, symlinks=True, copy_function=copy)
+    shutil.copytree(rootfs, image, symlinks=True, copy_function=os.link)
     change(image, scratch)
     length = 40000 if change is environment_is_large else 0
     async with ApptainerProvider(scratch, scratch / f"cache-{change.__name__}") as provider:

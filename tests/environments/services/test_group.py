@@ -61,8 +61,7 @@ def by_helper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "nsenter")
 
 
-@pytest.mark.parametrize("network", ["none", "gateway", "host"])
-@pytest.mark.parametrize("user", [None, "agent"], ids=["root", "user"])
+@pytest.mark.parametrize(("network", "user"), [("none", None), ("gateway", "agent"), ("host", "agent")])
 async def test_a_sandbox_reaches_services_by_name_and_services_each_other(
     start: Start, network: Network, user: str | None
 ) -> None:
