@@ -493,6 +493,8 @@ class CallBudget:
     """Maximum total size in bytes of the images in the rollout's calls. Each image is counted once."""
 
 
+ENDPOINTS = ("external", "openai", "anthropic", "gemini")
+"""Engines that are already running elsewhere."""
 NEUTRAL: Mapping[str, float] = {
     "temperature": 1.0,
     "top_p": 1.0,

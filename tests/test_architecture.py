@@ -254,6 +254,12 @@ def test_rank_0_comes_without_the_libraries_of_files() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
 
+def test_an_engines_server_comes_without_the_models_of_the_campaign_file() -> None:
+    """They would double its start time."""
+    code = "import sys, megaflow_hpc.model.server.__main__; print({'pydantic', 'h5py', 'numpy'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+
 def test_import_is_light() -> None:
     """Check modules that users import and the verb ``list``, which should answer at once."""
     code = (

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationInfo, WithJsonSchema, field_validator, mod
 
 from megaflow_hpc.config.sections import STORED, AgentConfig, Section, as_list
 from megaflow_hpc.config.slurm import GpuType
+from megaflow_hpc.types import ENDPOINTS
 
 MAX_SERVERS = 10_000
 """Maximum number of engine servers of a policy. A larger number is assumed to be a typo."""
@@ -68,8 +69,6 @@ class TokenPrice(NamedTuple):
         return (self.input * prompt_tokens + self.output * sampled_tokens) / 1e6
 
 
-ENDPOINTS = ("external", "openai", "anthropic", "gemini")
-"""Values of ``engine`` for endpoints that run outside of the campaign."""
 ALSO = (
     *("engine", "path", "servers", "gpus", "gpu_type", "nodes", "args", "python", "image", "binds"),
     *("base_url", "api_key_file", "script"),

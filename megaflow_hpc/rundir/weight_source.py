@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from megaflow_hpc.config.model import ENDPOINTS
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.layout import RunDir, read_json, try_read_json
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.rundir.safetensors import read_directory, why_not_of
+from megaflow_hpc.types import ENDPOINTS
 
 TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 ADAPTER = "adapter_config.json"

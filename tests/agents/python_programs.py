@@ -17,7 +17,17 @@ import yaml
 from megaflow_hpc import open_trajectories
 from megaflow_hpc.agents.command import PACKAGES
 from tests.support.campaigns import run_local
-from tests.support.programs import NEW, OLD, documented_apis, repair, train_with_programs, used_apis
+from tests.support.programs import (
+    NEW,
+    OLD,
+    REPAIR,
+    SOLVED,
+    calc_task,
+    documented_apis,
+    repair,
+    train_with_programs,
+    used_apis,
+)
 
 EDIT = f"It subtracts.\n\ncalc.py\n```python\n<<<<<<< SEARCH\n    {OLD}\n=======\n    {NEW}\n>>>>>>> REPLACE\n```\n"
 
@@ -58,13 +68,8 @@ def test_each_program_repairs_a_file_and_is_recorded_as_one_sequence(
     tmp_path: Path, base_sif: Path, make_task: Callable[..., Path], agent: str
 ) -> None:
     """The table of agents and APIs in docs/how-to/agents.md is compared with these runs."""
-    task = make_task(
-        tmp_path / "tasks", "calc", test="python3 -c 'import calc; assert calc.add(2, 3) == 5'", agent_s=300
-    )
-    (task / "instruction.md").write_text("calc.add() must add: repair it.\n")
-    (task / "environment" / "README").unlink()
-    (task / "environment" / "calc.py").write_text(f"def add(a, b):\n    {OLD}\n")
-    script = {"tasks": [{"when": "calc.add() must add", "answers": ANSWERS[agent]}]}
+    calc_task(make_task, tmp_path, SOLVED)
+    script = {"tasks": [{"when": REPAIR, "answers": ANSWERS[agent]}]}
     (tmp_path / "answers.yaml").write_text(yaml.safe_dump(script))
     campaign = {
         "name": "python-programs",

@@ -24,9 +24,8 @@ from megaflow_hpc.tasks.loading import load_tasks
 from megaflow_hpc.tasks.sets import miniwob
 from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
 from tests.support.desktops import played
-from tests.support.local_sandbox import LocalSandbox
 from tests.support.places import ROOT
-from tests.support.screen_program import program
+from tests.support.screen_program import ScreenSandbox
 from tests.support.serving import gateway_before
 
 ID = "page/default/0"
@@ -262,16 +261,15 @@ def always(text: str) -> Move:
 
 
 @pytest.fixture
-def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalSandbox:
-    monkeypatch.setenv("PATH", f"{program(tmp_path / 'bin')}:/usr/bin:/bin")
-    return LocalSandbox(tmp_path / "box")
+def sandbox(tmp_path: Path) -> ScreenSandbox:
+    return ScreenSandbox(tmp_path / "box")
 
 
 GO = Task(id="page", instruction="Press Go.", image="desktop", path="/nowhere")
 
 
 @pytest.mark.parametrize("tools", [False, True], ids=["text", "tools"])
-def test_wrong_and_stale_actions_are_answered_and_the_rollout_continues(sandbox: LocalSandbox, tools: bool) -> None:
+def test_wrong_and_stale_actions_are_answered_and_the_rollout_continues(sandbox: ScreenSandbox, tools: bool) -> None:
     wrong = [always(text) for text in ("click('99')", "focus('98')", "hover('97')", "click('96')")]
     agent = Browsing(*wrong, always("click('12')"), always("send_msg_to_user('Pressed.')"), tools=tools)
     result = asyncio.run(agent.run(GO, sandbox, None))
@@ -282,7 +280,7 @@ def test_wrong_and_stale_actions_are_answered_and_the_rollout_continues(sandbox:
     assert told.count("[12] button 'Go', pressed") == 1
 
 
-def test_what_follows_a_failed_call_is_left_out(sandbox: LocalSandbox) -> None:
+def test_what_follows_a_failed_call_is_left_out(sandbox: ScreenSandbox) -> None:
     agent = Browsing(always("keyboard_type('a')\nclick('99')\nkeyboard_type('b')"), always("report_infeasible('no')"))
     result = asyncio.run(agent.run(GO, sandbox, None))
     assert (result.exit_code, result.error) == (1, "the agent gave up: no")
@@ -290,7 +288,7 @@ def test_what_follows_a_failed_call_is_left_out(sandbox: LocalSandbox) -> None:
     assert [message["role"] for message in agent.messages] == ["system", "user", "assistant", "user", "assistant"]
 
 
-def test_only_answers_without_a_call_end_the_rollout(sandbox: LocalSandbox) -> None:
+def test_only_answers_without_a_call_end_the_rollout(sandbox: ScreenSandbox) -> None:
     agent = Browsing(always("click(51)"), always("fly()"), always("go()"), always("click("))
     result = asyncio.run(agent.run(GO, sandbox, None))
     assert result.error == "3 answers in a row had no valid action"
@@ -298,7 +296,7 @@ def test_only_answers_without_a_call_end_the_rollout(sandbox: LocalSandbox) -> N
 
 
 @pytest.mark.parametrize(("observe", "pictures"), [(None, 0), ("both", 2)])
-def test_the_tree_is_what_it_observes(sandbox: LocalSandbox, observe: str | None, pictures: int) -> None:
+def test_the_tree_is_what_it_observes(sandbox: ScreenSandbox, observe: str | None, pictures: int) -> None:
     args = {} if observe is None else {"observe": observe}
     agent = Browsing(always("noop(0)"), always("send_msg_to_user('')"), **args)
     asyncio.run(agent.run(GO, sandbox, None))
@@ -338,12 +336,6 @@ def submit(shown: str) -> str:
     return on(shown, "click", "button", "Submit")
 
 
-def click_checkboxes(shown: str) -> str:
-    wanted = asked(shown, "Select (.*) and click Submit")
-    names = [] if wanted == "nothing" else wanted.split(", ")
-    return "".join(on(shown, "click", "checkbox", name) for name in names) + submit(shown)
-
-
 def click_link(shown: str) -> str:
     name = asked(shown, 'link "(.*?)"')
     found = re.search(rf"\[(\w+)\] generic, clickable\n\t*StaticText {re.escape(repr(name))}", shown)
@@ -367,10 +359,6 @@ def scroll_text(shown: str) -> str:
     return on(shown, "hover", "textbox") + f"scroll(0, {9000 if down else -9000})\nnoop(300)\n" + submit(shown)
 
 
-def choose(shown: str, role: str, wanted: object) -> str:
-    return on(shown, "select_option", role, None, wanted) + submit(shown)
-
-
 def drag_items(shown: str) -> str:
     items = re.findall(rf"\[(\w+)\] listitem.*\n(?:\t*\[.*\n)*\t*StaticText {LITERAL}", shown)
     names = [ast.literal_eval(name) for _, name in items]
@@ -382,15 +370,9 @@ def drag_items(shown: str) -> str:
 
 
 PAGES: dict[str, Move] = {
-    "click-button": lambda shown: on(shown, "click", "button", asked(shown, '"(.*?)" button')),
     "click-link": click_link,
-    "click-checkboxes": click_checkboxes,
-    "focus-text": lambda shown: on(shown, "focus", "textbox"),
-    "enter-text": lambda shown: on(shown, "fill", "textbox", None, asked(shown, '"(.*?)" into')) + submit(shown),
     "enter-date": enter_date,
     "copy-paste": copy_paste,
-    "choose-list": lambda shown: choose(shown, "combobox", asked(shown, "Select (.*) from the list")),
-    "click-scroll-list": lambda shown: choose(shown, "listbox", asked(shown, "Select (.*) from the scr").split(", ")),
     "scroll-text-2": scroll_text,
     "drag-items": drag_items,
 }

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,17 @@ from megaflow_hpc.agents import create
 from megaflow_hpc.agents.command import MCP_FILES, PACKAGES
 from megaflow_hpc.errors import ConfigError
 from tests.support.campaigns import run_local
-from tests.support.programs import OLD, SUB_AGENTS, delegation, documented_apis, repair, used_apis
+from tests.support.programs import (
+    OLD,
+    REPAIR,
+    SOLVED,
+    SUB_AGENTS,
+    calc_task,
+    delegation,
+    documented_apis,
+    repair,
+    used_apis,
+)
 from tests.support.services import MCP, write_compose_task
 
 
@@ -48,23 +56,12 @@ def test_each_program_repairs_a_file_and_is_recorded_as_one_sequence(
 
     The table of agents and APIs in docs/how-to/agents.md is compared with these runs.
     """
-    task = make_task(
-        tmp_path / "tasks",
-        "calc",
-        test="python3 -c 'import calc; assert calc.add(2, 3) == 5'",
-        agent_s=300,
-    )
-    (task / "instruction.md").write_text("calc.add() must add: repair it.\n")
-    (task / "environment" / "README").unlink()
-    (task / "environment" / "calc.py").write_text(f"def add(a, b):\n    {OLD}\n")
-    scripts = {agent: {"tasks": [{"when": "calc.add() must add", "answers": repair(agent)}]} for agent in PACKAGES}
+    calc_task(make_task, tmp_path, SOLVED)
+    scripts = {agent: {"tasks": [{"when": REPAIR, "answers": repair(agent)}]} for agent in PACKAGES}
     policies: dict[str, tuple[Any, Any]] = {agent: (agent, script) for agent, script in scripts.items()}
     policies["short"] = ({"name": "codex", "max_turns": 2}, scripts["codex"])
-    campaign = write_campaign(tmp_path, base_sif, "cli-agents", policies)
-    command = [sys.executable, "-m", "megaflow_hpc", "run", str(campaign), "--launcher", "local"]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=900, check=False)
-    assert done.stdout, done.stderr
-    with open_trajectories(json.loads(done.stdout)["run"]) as store:
+    result, _ = run_local(write_campaign(tmp_path, base_sif, "cli-agents", policies))
+    with open_trajectories(result["run"]) as store:
         found = {t.policy: t for t in store}
         short = found.pop("short")
         assert (short.status, short.reward, len(short.turns)) == ("truncated", 1.0, 2)
@@ -89,9 +86,7 @@ def test_a_programs_sub_agent_is_recorded_below_the_call_that_started_it(
     tmp_path: Path, base_sif: Path, make_task: Callable[..., Path]
 ) -> None:
     """Some start it in the background, so that its first call comes when its tool has returned."""
-    task = make_task(tmp_path / "tasks", "calc", test="true", agent_s=300)
-    (task / "instruction.md").write_text("calc.add() must add: repair it.\n")
-    (task / "environment" / "calc.py").write_text(f"def add(a, b):\n    {OLD}\n")
+    calc_task(make_task, tmp_path, "true")
     policies = {agent: (agent, {"tasks": delegation(agent)}) for agent in SUB_AGENTS}
     policies["foreground"] = ("claude-code", {"tasks": delegation("claude-code", run_in_background=False)})
     result, done = run_local(write_campaign(tmp_path, base_sif, "sub-agents", policies))

@@ -18,14 +18,14 @@ from megaflow_hpc.agents import create
 from megaflow_hpc.agents.computer_use import LEFT, requests_of
 from megaflow_hpc.errors import ConfigError, SetupError, UserCodeError
 from megaflow_hpc.model.engines.scripted.engine import START
+from megaflow_hpc.model.gateway.dialects import content
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.tasks.sets import miniwob
 from megaflow_hpc.trajectory import Recording
 from megaflow_hpc.types import AgentResult, Task
 from tests.support.campaigns import run_local
-from tests.support.local_sandbox import LocalSandbox
 from tests.support.places import ROOT
-from tests.support.screen_program import png, program
+from tests.support.screen_program import ScreenSandbox, png
 from tests.support.serving import Engines, endpoint, listening
 
 ID = "click/default/0"
@@ -40,16 +40,15 @@ CLICK, DONE = act("left_click", coordinate=[140, 80]), act("done")
 
 
 @pytest.fixture
-def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalSandbox:
-    monkeypatch.setenv("PATH", f"{program(tmp_path / 'bin')}:/usr/bin:/bin")
-    return LocalSandbox(tmp_path / "box")
+def sandbox(tmp_path: Path) -> ScreenSandbox:
+    return ScreenSandbox(tmp_path / "box")
 
 
-def state(sandbox: LocalSandbox) -> dict[str, Any]:
+def state(sandbox: ScreenSandbox) -> dict[str, Any]:
     return dict(json.loads((sandbox.root / "screen.json").read_text()))
 
 
-async def roll(engines: Engines, sandbox: LocalSandbox, **spec: Any) -> tuple[AgentResult, Recording]:
+async def roll(engines: Engines, sandbox: ScreenSandbox, **spec: Any) -> tuple[AgentResult, Recording]:
     agent = create({"name": "computer-use", "max_turns": None, "timeout_s": None, "args": {}, **spec})
     task = Task(id="click", instruction="Press Go.", image="desktop", path="/nowhere")
     async with engines.gateway() as gateway:
@@ -67,7 +66,7 @@ def script(*answers: Any) -> dict[str, Any]:
     return {"tasks": [{"when": "Press Go", "answers": list(answers)}]}
 
 
-def test_it_clicks_sees_the_change_and_ends(engines: Engines, sandbox: LocalSandbox) -> None:
+def test_it_clicks_sees_the_change_and_ends(engines: Engines, sandbox: ScreenSandbox) -> None:
     engines.script(script(CLICK, DONE))
     result, recording = asyncio.run(roll(engines, sandbox, args={"size": "640x480"}))
     assert (result.status, result.exit_code, result.error) == ("completed", 0, "")
@@ -81,7 +80,7 @@ def test_it_clicks_sees_the_change_and_ends(engines: Engines, sandbox: LocalSand
     assert sum(recording.sequences[0].loss_mask) > 50
 
 
-def test_an_action_in_the_text_is_carried_out_without_a_tool(engines: Engines, sandbox: LocalSandbox) -> None:
+def test_an_action_in_the_text_is_carried_out_without_a_tool(engines: Engines, sandbox: ScreenSandbox) -> None:
     said = 'I see {a button}.\n```json\n{"action": "left_click", "coordinate": [140, 80]}\n```'
     engines.script(script(said, '{"action": "done"}'))
     result, recording = asyncio.run(roll(engines, sandbox, args={"tools": False}))
@@ -92,7 +91,7 @@ def test_an_action_in_the_text_is_carried_out_without_a_tool(engines: Engines, s
 
 @pytest.mark.parametrize(("observe", "pictures", "trees"), [("screenshot", 2, 0), ("tree", 0, 2), ("both", 2, 2)])
 def test_it_observes_what_was_asked_for(
-    engines: Engines, sandbox: LocalSandbox, observe: str, pictures: int, trees: int
+    engines: Engines, sandbox: ScreenSandbox, observe: str, pictures: int, trees: int
 ) -> None:
     engines.script(script(CLICK, DONE))
     _, recording = asyncio.run(roll(engines, sandbox, args={"observe": observe, "scale": "64x40"}))
@@ -104,7 +103,7 @@ def test_it_observes_what_was_asked_for(
 
 
 def test_malformed_actions_are_answered_with_errors_and_end_the_rollout(
-    engines: Engines, sandbox: LocalSandbox
+    engines: Engines, sandbox: ScreenSandbox
 ) -> None:
     outside, unknown = act("left_click", coordinate=[999, 80]), act("fly")
     engines.script(script(outside, unknown, "I do not know.", {"tool": "computer", "arguments": {}}))
@@ -117,7 +116,7 @@ def test_malformed_actions_are_answered_with_errors_and_end_the_rollout(
     assert "expected an action as a JSON object" in json.dumps(recording.messages[-2])
 
 
-def test_fail_is_the_agents_own_failure_and_a_limit_truncates(engines: Engines, sandbox: LocalSandbox) -> None:
+def test_fail_is_the_agents_own_failure_and_a_limit_truncates(engines: Engines, sandbox: ScreenSandbox) -> None:
     engines.script(script(act("wait", duration=0), act("fail", text="there is no such button")))
     result, _ = asyncio.run(roll(engines, sandbox))
     assert (result.status, result.exit_code, result.error) == (
@@ -128,7 +127,7 @@ def test_fail_is_the_agents_own_failure_and_a_limit_truncates(engines: Engines, 
 
 
 @pytest.mark.parametrize("history", [0, 20, 5, 2, 1])
-def test_a_window_of_screens_costs_what_the_docs_say(engines: Engines, sandbox: LocalSandbox, history: int) -> None:
+def test_a_window_of_screens_costs_what_the_docs_say(engines: Engines, sandbox: ScreenSandbox, history: int) -> None:
     """Thirty screens: the sequences that start, the screens in all of them, and the tokens of such sequences."""
     engines.script(script(*[act("type", text=f"{number} ") for number in range(29)], DONE))
     _, recording = asyncio.run(roll(engines, sandbox, args={"history": history}))
@@ -148,22 +147,23 @@ def test_a_window_of_screens_costs_what_the_docs_say(engines: Engines, sandbox: 
 
 
 @pytest.mark.parametrize(
-    ("sides", "reason"), [((16, 16), "101 images; 100 are allowed"), ((1200, 800), "longer than 32 MiB")]
+    ("sides", "reason"), [((16, 16), "13 images; 12 are allowed"), ((2400, 1600), "longer than 32 MiB")]
 )
 def test_a_window_beyond_what_a_call_may_have_truncates(
-    engines: Engines, sandbox: LocalSandbox, sides: tuple[int, int], reason: str
+    engines: Engines, sandbox: ScreenSandbox, monkeypatch: pytest.MonkeyPatch, sides: tuple[int, int], reason: str
 ) -> None:
+    monkeypatch.setattr(content, "MAX_IMAGES", 12)
     width, height = sides
     noise = random.Random(7)
     rows = b"".join(b"\0" + noise.randbytes(3 * width) for _ in range(height))
     (sandbox.root / "broken.png").write_bytes(png(width, height, rows))
-    engines.script(script(*[act("wait", duration=0)] * 101, DONE))
+    engines.script(script(*[act("wait", duration=0)] * 13, DONE))
     result, _ = asyncio.run(roll(engines, sandbox, args={"history": 0}))
     assert result.status == "truncated"
     assert reason in result.error
 
 
-def test_the_last_prompt_has_the_last_screenshots(engines: Engines, sandbox: LocalSandbox) -> None:
+def test_the_last_prompt_has_the_last_screenshots(engines: Engines, sandbox: ScreenSandbox) -> None:
     typed = [act("type", text=f"{number} ") for number in range(6)]
     engines.script(script(*typed, DONE))
 
@@ -183,7 +183,7 @@ def test_the_last_prompt_has_the_last_screenshots(engines: Engines, sandbox: Loc
     assert len(set(images(messages))) == 3
 
 
-def test_a_display_that_dies_is_named(engines: Engines, sandbox: LocalSandbox) -> None:
+def test_a_display_that_dies_is_named(engines: Engines, sandbox: ScreenSandbox) -> None:
     engines.script(script(act("type", text="x"), DONE))
     state_file = sandbox.root / "screen.json"
     run = sandbox.exec
@@ -202,7 +202,7 @@ def test_a_display_that_dies_is_named(engines: Engines, sandbox: LocalSandbox) -
     "data", [b"", b"GIF89a" + bytes(60), b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + b"\0\1\x86\xa0" * 2 + bytes(20)]
 )
 def test_a_screenshot_that_is_no_picture_of_a_screen_is_refused(
-    engines: Engines, sandbox: LocalSandbox, data: bytes
+    engines: Engines, sandbox: ScreenSandbox, data: bytes
 ) -> None:
     """The last one claims to have 100,000 by 100,000 pixels."""
     engines.script(script(DONE))
@@ -211,9 +211,7 @@ def test_a_screenshot_that_is_no_picture_of_a_screen_is_refused(
         asyncio.run(roll(engines, sandbox))
 
 
-def test_an_image_without_the_program_is_named(
-    engines: Engines, sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_image_without_the_program_is_named(engines: Engines, sandbox: ScreenSandbox) -> None:
     engines.script(script(DONE))
     run = sandbox.exec
 
@@ -225,7 +223,7 @@ def test_an_image_without_the_program_is_named(
         asyncio.run(roll(engines, sandbox))
 
 
-async def test_a_model_without_images_is_named_with_the_remedy(sandbox: LocalSandbox) -> None:
+async def test_a_model_without_images_is_named_with_the_remedy(sandbox: ScreenSandbox) -> None:
     """The engine answers as vLLM does for a model that takes text only."""
 
     async def refuse(request: web.Request) -> web.Response:

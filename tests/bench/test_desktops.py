@@ -17,7 +17,7 @@ def test_desktops_are_measured_and_killed_owners_leave_nothing(
     monkeypatch.setenv("MEGAFLOW_SCRATCH", str(scratch))
     parser = argparse.ArgumentParser()
     desktops.add_arguments(parser)
-    words = ("--image", str(desktop_sif), "--starts", "2", "--desktops", "2", "--actions", "3", "--owners", "2")
+    words = ("--image", str(desktop_sif), "--starts", "1", "--desktops", "1", "--actions", "3", "--owners", "1")
     figures = {figure.name: figure for figure in desktops.run(parser.parse_args(words), print)}
     left = [figure.value for name, figure in figures.items() if name.endswith("left by killed owners")]
     assert left == [0, 0, 0]

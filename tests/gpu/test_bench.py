@@ -14,9 +14,16 @@ from typing import Any
 import pytest
 
 from tests.gpu.bench import apart
-from tests.support.torch_ranks import engine_python
+from tests.support.torch_ranks import engine_python, run_ranks
 
 BENCH = Path(__file__).with_name("bench.py")
+WITHOUT_GPU = """
+import contextlib, io, json
+from tests.gpu import bench
+with contextlib.redirect_stdout(io.StringIO()) as said:
+    status = bench.main()
+print(json.dumps([status, said.getvalue()]))
+"""
 
 
 def run(python: Path | str, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
@@ -42,10 +49,10 @@ def test_every_part_prints_its_result_at_once() -> None:
 
 
 @pytest.mark.slow
-def test_a_machine_without_a_gpu_or_torch_is_named() -> None:
-    status, (line,) = run(engine_python())
+def test_a_machine_without_a_gpu_or_torch_is_named(tmp_path: Path) -> None:
+    status, said = run_ranks(WITHOUT_GPU, tmp_path)
     assert status == 2
-    assert "finds no GPU; give --device cpu --small" in line["error"]
+    assert "finds no GPU; give --device cpu --small" in json.loads(said)["error"]
     status, (line,) = run(sys.executable)
     assert status == 2
     assert "No module named 'torch'" in line["error"]

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
-
-import aiohttp
 
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import GpuGrant, SharedGpu
-from tests.support.serving import Servers, listeners
+from tests.support.serving import Servers, ask_engine
 from tests.support.waiting import until
 
 
@@ -46,7 +43,4 @@ class Trainer:
 
 async def asleep(servers: Servers) -> bool:
     """Return whether the engine of the first server reports that it sleeps."""
-    (socket,) = [path for path in listeners(servers.processes[0].pid)[1] if Path(path).name == "engine.sock"]
-    async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(socket)) as session:
-        async with session.get("http://engine/is_sleeping") as reply:
-            return bool((await reply.json())["is_sleeping"])
+    return bool((await ask_engine(servers, "/is_sleeping"))[1]["is_sleeping"])

@@ -30,6 +30,19 @@ PATCH = """\
 +    return a + b
 *** End Patch"""
 OLD, NEW = "return a - b", "return a + b"
+REPAIR = "calc.add() must add"
+"""Beginning of the task's instruction."""
+SOLVED = "python3 -c 'import calc; assert calc.add(2, 3) == 5'"
+"""Test of the task."""
+
+
+def calc_task(make_task: Callable[..., Path], folder: Path, test: str) -> Path:
+    """Write a task whose function ``calc.add`` subtracts."""
+    task = make_task(folder / "tasks", "calc", test=test, agent_s=300)
+    (task / "instruction.md").write_text(f"{REPAIR}: repair it.\n")
+    (task / "environment" / "README").unlink()
+    (task / "environment" / "calc.py").write_text(f"def add(a, b):\n    {OLD}\n")
+    return task
 
 
 def repair(agent: str) -> list[dict[str, Any]]:
@@ -95,7 +108,7 @@ def delegation(agent: str, **more: Any) -> list[dict[str, Any]]:
     return [
         {"when": asks["prompt"], "answers": [reads, {"text": "It subtracts."}]},
         {
-            "when": "calc.add() must add",
+            "when": REPAIR,
             "answers": [{"text": "I ask.", "tool": start, "arguments": asks}, {"text": "It subtracts, I hear."}],
         },
     ]
@@ -107,7 +120,7 @@ def scaffold_answers(agents: Mapping[str, list[dict[str, Any]]]) -> dict[str, An
     Pi's tools have the same names as OpenCode's, so its answers are found by its own system prompt, before the others.
     """
     commands = [f"sed -i 's/{OLD}/{NEW}/' /calc.py", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
-    programs = [{"when": "calc.add() must add", "answers": answers} for name, answers in agents.items() if name != "pi"]
+    programs = [{"when": REPAIR, "answers": answers} for name, answers in agents.items() if name != "pi"]
     if "pi" in agents:
         programs.insert(0, {"pattern": r"pi-coding-agent.*calc\.add\(\) must add", "answers": agents["pi"]})
     return {"tasks": programs, "default": [block(command) for command in commands]}
@@ -122,12 +135,7 @@ def train_with_programs(
 ) -> None:
     """Train one policy by mini-swe-agent and other programs, each in a group of its own, in one step."""
     names = ["mini-swe-agent", *agents]
-    task = make_task(
-        tmp_path / "tasks", "calc", test="python3 -c 'import calc; assert calc.add(2, 3) == 5'", agent_s=300
-    )
-    (task / "instruction.md").write_text("calc.add() must add: repair it.\n")
-    (task / "environment" / "README").unlink()
-    (task / "environment" / "calc.py").write_text(f"def add(a, b):\n    {OLD}\n")
+    calc_task(make_task, tmp_path, SOLVED)
     (tmp_path / "answers.yaml").write_text(yaml.safe_dump(scaffold_answers(agents)))
     campaign = {
         "name": "scaffolds",

@@ -1,30 +1,32 @@
 """Stands in for the program ``screen`` in tests without a desktop: one page with a button, a field and a list.
 
-Its state is a JSON file in ``$HOME``. It takes the same arguments and prints the same lines as the real program.
+Its state is a JSON file in the sandbox. It takes the same arguments and prints the same lines as the real program.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import struct
-import sys
 import zlib
 from pathlib import Path
 from typing import Any
+
+from megaflow_hpc.types import ExecResult
+from tests.support.local_sandbox import LocalSandbox
 
 WIDTH, HEIGHT = 320, 200
 BUTTON = (100, 60, 180, 100)
 """The button's left, top, right and bottom in pixels."""
 
 
-def program(place: Path) -> Path:
-    """Writes the program ``screen`` to a directory that the caller puts on ``PATH``."""
-    place.mkdir(parents=True, exist_ok=True)
-    file = place / "screen"
-    file.write_text(f"#!{sys.executable}\n" + Path(__file__).read_text())
-    file.chmod(0o755)
-    return place
+class ScreenSandbox(LocalSandbox):
+    """A sandbox whose program ``screen`` runs in this process."""
+
+    async def exec(self, command: Any, **options: Any) -> ExecResult:
+        if command[0] != "screen":
+            return await super().exec(command, **options)
+        status, line = _screen(command[1:], self.root)
+        return ExecResult(status, f"{line}\n".encode())
 
 
 def png(width: int, height: int, rows: bytes) -> bytes:
@@ -70,23 +72,19 @@ def do(action: dict[str, Any], state: dict[str, Any]) -> str:
     return ""
 
 
-def main(words: list[str]) -> int:
-    home = Path(os.environ["HOME"])
+def _screen(words: list[str], home: Path) -> tuple[int, str]:
+    """Returns the exit status and the line that the program prints."""
     file = home / "screen.json"
     if words[0] == "start":
         file.write_text(json.dumps({"clicked": False, "text": "", "started": words[1:]}))
-        print(json.dumps({"ok": True, "size": [WIDTH, HEIGHT]}))
-        return 0
+        return 0, json.dumps({"ok": True, "size": [WIDTH, HEIGHT]})
     if not file.exists():
-        print('{"ok": false, "error": "the display does not answer"}')
-        return 1
+        return 1, '{"ok": false, "error": "the display does not answer"}'
     state = json.loads(file.read_text())
     if words == ["tree", "--ids"]:
-        print(f"[12] button 'Go'{', pressed' if state['clicked'] else ''}")
-        return 0
+        return 0, f"[12] button 'Go'{', pressed' if state['clicked'] else ''}"
     if words[0] == "tree":
-        print(f'button "Go" {BUTTON[0] + 40},{BUTTON[1] + 20}{" pressed" if state["clicked"] else ""}')
-        return 0
+        return 0, f'button "Go" {BUTTON[0] + 40},{BUTTON[1] + 20}{" pressed" if state["clicked"] else ""}'
     problem = do(json.loads(words[1]), state)
     file.write_text(json.dumps(state))
     answer: dict[str, Any] = {"ok": False, "error": problem} if problem else {"ok": True}
@@ -95,9 +93,4 @@ def main(words: list[str]) -> int:
         file, broken = home / answer["screenshot"].lstrip("/"), home / "broken.png"
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(broken.read_bytes() if broken.exists() else picture(state))
-    print(json.dumps(answer))
-    return 0 if not problem else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    return int(bool(problem)), json.dumps(answer)

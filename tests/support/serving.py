@@ -20,9 +20,12 @@ import pytest
 import yaml
 from aiohttp import web
 
+from megaflow_hpc.model.engines.adapters import launch
+from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
 from megaflow_hpc.model.engines.scripted.script import load
 from megaflow_hpc.model.gateway.server import ModelGateway
+from megaflow_hpc.model.server.proxy import Proxy
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, ServerRecord, read_run, write_run
 from megaflow_hpc.trajectory import Recording
@@ -137,6 +140,34 @@ class Engines:
             for number, (policy, engine) in enumerate(self._engines):
                 port = await stack.enter_async_context(listening(engine.application()))
                 records.append(endpoint(port, policy, server=f"{policy}.{number}", model_name=policy))
+            gateway = await stack.enter_async_context(ModelGateway(**options))
+            gateway.update_endpoints(records)
+            yield gateway
+
+
+class Proxies:
+    """Servers' proxies of endpoints in this process, for tests that need no server's processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._endpoints: list[tuple[str, Launch]] = []
+
+    def start(self, model: Mapping[str, Any], policy: str = "default") -> None:
+        """Adds the proxy of an endpoint."""
+        self._endpoints.append((policy, launch(model, policy, self._folder)))
+
+    @contextlib.asynccontextmanager
+    async def gateway(self, **options: Any) -> AsyncIterator[ModelGateway]:
+        """Starts the proxies, and yields a gateway that has the list of them."""
+        async with contextlib.AsyncExitStack() as stack:
+            records = []
+            for number, (policy, engine) in enumerate(self._endpoints):
+                proxy = Proxy()
+                await proxy.start()
+                stack.push_async_callback(proxy.stop)
+                await proxy.attach(engine)
+                about = {"server": f"{policy}.{number}", "key": proxy.key, "model_name": engine.model_name}
+                records.append(endpoint(proxy.port, policy, **about, protocol=engine.protocol, api=engine.api))
             gateway = await stack.enter_async_context(ModelGateway(**options))
             gateway.update_endpoints(records)
             yield gateway
@@ -260,6 +291,14 @@ def only_the_proxy_is_reached(servers: Servers, number: int) -> None:
     assert {Path(room).parent.stat().st_mode & 0o077 for room in rooms} == {0}
 
 
+async def ask_engine(servers: Servers, path: str, body: Any = None) -> tuple[int, Any]:
+    """Returns status and JSON of a request to the first server's engine itself, past the proxy."""
+    (socket,) = [path for path in listeners(servers.processes[0].pid)[1] if Path(path).name == "engine.sock"]
+    async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(socket)) as session:
+        async with session.request("POST" if body else "GET", f"http://engine{path}", json=body) as reply:
+            return reply.status, await reply.json()
+
+
 def descendants(pid: int) -> Sequence[int]:
     """Returns the processes that ``pid`` started, and their descendants."""
     pairs = []
@@ -280,6 +319,12 @@ def servers(tmp_path: Path) -> Iterator[Servers]:
     """Engine servers on a run directory below ``tmp_path``. The test's end ends them."""
     with Servers(tmp_path) as started:
         yield started
+
+
+@pytest.fixture
+def proxies(tmp_path: Path) -> Proxies:
+    """Proxies of endpoints in this process."""
+    return Proxies(tmp_path)
 
 
 @pytest.fixture

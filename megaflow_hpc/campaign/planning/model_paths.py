@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.config import CampaignConfig, ModelConfig, Policy
-from megaflow_hpc.config.model import ENDPOINTS
 from megaflow_hpc.config.sections import AgentConfig
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError
@@ -24,6 +23,7 @@ from megaflow_hpc.model.engines.adapters import interpreter, options_of
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.safetensors import read_directory
 from megaflow_hpc.rundir.weight_source import why_not_served
+from megaflow_hpc.types import ENDPOINTS
 
 Where = Callable[[str], str]
 """Function that returns ``file:line`` of a dotted key, for error messages."""

@@ -89,7 +89,9 @@ def start(servers: Servers, url: str, name: str = "one", **changes: Any) -> int:
 
 
 @in_loop
-async def test_it_is_asked_at_its_own_path_and_for_nothing_that_it_refuses(servers: Servers) -> None:
+async def test_it_is_asked_at_its_own_path_and_a_refusal_of_max_tokens_names_the_setting_that_replaces_it(
+    servers: Servers,
+) -> None:
     async with rented() as (endpoint, url):
         for place in ("/openai", "", "/lists"):
             start(servers, url + place)
@@ -102,6 +104,12 @@ async def test_it_is_asked_at_its_own_path_and_for_nothing_that_it_refuses(serve
             assert [request[1] for request in endpoint.asked("v1")] == ["/v1/models"]  # a bare host
             assert [request[1] for request in endpoint.asked("lists")] == ["/lists/models"]
             await one_call(gateway, servers, endpoint)
+            gateway.update_endpoints([servers.record(2)])
+            model = await gateway.open("t/default/0", "default")
+            status, said = await call(model, {"messages": conversation("hello"), "max_tokens": 9})
+            assert status == 400
+            assert "Use 'max_completion_tokens' instead" in said["error"]["message"]
+            assert "set engine: openai for the model in the campaign file" in said["error"]["message"]
 
 
 async def one_call(gateway: ModelGateway, servers: Servers, endpoint: Rented) -> None:
@@ -124,18 +132,6 @@ async def one_call(gateway: ModelGateway, servers: Servers, endpoint: Rented) ->
         [],
         conversation_digest(conversation("hello")),
     )
-
-
-@in_loop
-async def test_a_refusal_of_max_tokens_names_the_setting_that_replaces_it(servers: Servers) -> None:
-    async with rented() as (_, url):
-        start(servers, f"{url}/lists")
-        async with servers.gateway(wait_s=60) as gateway:
-            model = await gateway.open("t/default/0", "default")
-            status, said = await call(model, {"messages": conversation("hello"), "max_tokens": 9})
-            assert status == 400
-            assert "Use 'max_completion_tokens' instead" in said["error"]["message"]
-            assert "set engine: openai for the model in the campaign file" in said["error"]["message"]
 
 
 @in_loop

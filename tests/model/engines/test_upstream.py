@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from megaflow_hpc.model.engines import upstream
 from megaflow_hpc.model.engines.adapters import launch
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import ModelEndpoint
-from tests.support.serving import Servers, answer_to, call, in_loop, listening
+from tests.support.serving import Proxies, Servers, answer_to, call, in_loop, listening
 from tests.support.waiting import until_async
 
 KEY = "sk-commercial-0123456789"
@@ -147,12 +147,18 @@ async def commercial() -> AsyncIterator[tuple[Commercial, str]]:
         yield endpoint, f"http://127.0.0.1:{port}"
 
 
-def start(servers: Servers, url: str, api: str, key: str = KEY, **more: Any) -> None:
-    file = servers.run.path.parent / f"key{len(servers.entries)}"
-    file.write_text(key)
-    file.chmod(0o600)
-    model = {"engine": api, "base_url": f"{url}/{api}", "path": "m", "api_key_file": str(file)}
-    servers.start({**model, **more}, api)
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., None]:
+    """Adds an endpoint's server."""
+
+    def start(servers: Proxies | Servers, url: str, api: str, key: str = KEY, **more: Any) -> None:
+        file = tmp_path / f"{api} {key}"
+        file.write_text(key)
+        file.chmod(0o600)
+        model = {"engine": api, "base_url": f"{url}/{api}", "path": "m", "api_key_file": str(file)}
+        servers.start({**model, **more}, api)
+
+    return start
 
 
 async def chat_agent(model: ModelEndpoint) -> str:
@@ -208,12 +214,12 @@ async def gemini_agent(model: ModelEndpoint) -> str:
 
 
 @in_loop
-async def test_every_dialect_reaches_every_api_with_signatures_usage_and_price(servers: Servers) -> None:
+async def test_every_dialect_reaches_every_api_with_signatures_usage_and_price(proxies: Proxies, start: Any) -> None:
     async with commercial() as (endpoint, url):
         for api in BASES:
-            start(servers, url, api)
+            start(proxies, url, api)
         prices = {api: (1e-6, 5e-6) for api in BASES}
-        async with servers.gateway(wait_s=60, policies=[*BASES], prices=prices) as gateway:
+        async with proxies.gateway(wait_s=60, policies=[*BASES], prices=prices) as gateway:
             for api in BASES:
                 for agent in (chat_agent, messages_agent, responses_agent, gemini_agent):
                     before = gateway.usd
@@ -227,11 +233,11 @@ async def test_every_dialect_reaches_every_api_with_signatures_usage_and_price(s
 
 
 @in_loop
-async def test_overload_is_waited_for_as_the_endpoint_asks(servers: Servers) -> None:
+async def test_overload_is_waited_for_as_the_endpoint_asks(proxies: Proxies, start: Any) -> None:
     async with commercial() as (endpoint, url):
-        start(servers, url, "anthropic")
-        start(servers, url, "gemini")
-        async with servers.gateway(wait_s=60, policies=[*BASES]) as gateway:
+        start(proxies, url, "anthropic")
+        start(proxies, url, "gemini")
+        async with proxies.gateway(wait_s=60, policies=[*BASES]) as gateway:
             overloaded = {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}}
             delay = {"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "0.5s"}
             exhausted = {"error": {"code": 429, "message": "quota", "status": "RESOURCE_EXHAUSTED", "details": [delay]}}
@@ -249,7 +255,7 @@ async def test_overload_is_waited_for_as_the_endpoint_asks(servers: Servers) -> 
 
 
 @in_loop
-async def test_strange_counts_of_tokens_never_lower_the_price(servers: Servers) -> None:
+async def test_strange_counts_of_tokens_never_lower_the_price(proxies: Proxies, start: Any) -> None:
     usages: dict[str, list[int]] = {
         '{"prompt_tokens": 100, "completion_tokens": 20}': [100, 20],
         '{"prompt_tokens": -100, "completion_tokens": 20, "total_tokens": -80}': [0, 20],
@@ -259,8 +265,8 @@ async def test_strange_counts_of_tokens_never_lower_the_price(servers: Servers) 
         '{"prompt_tokens": 1e400, "completion_tokens": "20"}': [0, 0],
     }
     async with commercial() as (endpoint, url):
-        start(servers, url, "openai")
-        async with servers.gateway(wait_s=60, policies=["openai"], prices={"openai": (1e-6, 5e-6)}) as gateway:
+        start(proxies, url, "openai")
+        async with proxies.gateway(wait_s=60, policies=["openai"], prices={"openai": (1e-6, 5e-6)}) as gateway:
             for usage, counted in usages.items():
                 text = json.dumps({**openai({"messages": [{"role": "tool"}]}), "usage": None})
                 reply = text.replace('"usage": null', f'"usage": {usage}')
@@ -277,10 +283,10 @@ def equal(gateway: ModelGateway, price: float) -> bool:
 
 
 @in_loop
-async def test_an_agent_that_hangs_up_is_charged_for_the_answer(servers: Servers) -> None:
+async def test_an_agent_that_hangs_up_is_charged_for_the_answer(proxies: Proxies, start: Any) -> None:
     async with commercial() as (endpoint, url):
-        start(servers, url, "openai")
-        async with servers.gateway(wait_s=60, policies=["openai"], prices={"openai": (1e-6, 5e-6)}) as gateway:
+        start(proxies, url, "openai")
+        async with proxies.gateway(wait_s=60, policies=["openai"], prices={"openai": (1e-6, 5e-6)}) as gateway:
             for number, stream in enumerate((False, True)):
                 endpoint.held, endpoint.heard = asyncio.Event(), []
                 model = await gateway.open(f"t/p/{number}", "openai")
@@ -298,10 +304,10 @@ async def test_an_agent_that_hangs_up_is_charged_for_the_answer(servers: Servers
 
 
 @in_loop
-async def test_no_agent_learns_the_key_from_an_error(servers: Servers) -> None:
+async def test_no_agent_learns_the_key_from_an_error(proxies: Proxies, servers: Servers, start: Any) -> None:
     async with commercial() as (endpoint, url):
-        start(servers, url, "anthropic")
-        async with servers.gateway(wait_s=1, policies=[*BASES]) as gateway:
+        start(proxies, url, "anthropic")
+        async with proxies.gateway(wait_s=1, policies=[*BASES]) as gateway:
             for status in (400, 401, 402, 403, 500, 529):
                 text = {"error": {"type": "error", "message": f"the key {KEY} of {status}"}}
                 endpoint.refusals = [web.json_response(text, status=status) for _ in range(9)]
@@ -314,16 +320,16 @@ async def test_no_agent_learns_the_key_from_an_error(servers: Servers) -> None:
                 await gateway.close("t/p/0")
         start(servers, url, "gemini", key="wrong-key-123")
         assert await asyncio.to_thread(servers.processes[-1].wait, 60) == 2
-        failed = json.loads((servers.run.endpoints / "gemini.1.failed.json").read_text())
+        failed = json.loads((servers.run.endpoints / "gemini.0.failed.json").read_text())
         assert "refuses the key of model.api_key_file" in failed["cause"]
         assert "wrong-key-123" not in failed["cause"]
 
 
 @in_loop
-async def test_what_an_api_cannot_express_is_refused_with_a_remedy(servers: Servers) -> None:
+async def test_what_an_api_cannot_express_is_refused_with_a_remedy(proxies: Proxies, start: Any) -> None:
     async with commercial() as (_, url):
-        start(servers, url, "gemini", args={"request": {"generationConfig": {}}})
-        async with servers.gateway(wait_s=20) as gateway:
+        start(proxies, url, "gemini", args={"request": {"generationConfig": {}}})
+        async with proxies.gateway(wait_s=20) as gateway:
             model = await gateway.open("t/p/0", "gemini")
             user = [{"role": "user", "content": "task"}]
             for path, body in {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,8 @@ from megaflow_hpc.rundir import weights
 from megaflow_hpc.trajectory import Recording, image_records
 from megaflow_hpc.types import ModelEndpoint
 from tests.support.engines import make_model, reversed_weights
-from tests.support.samples import image
-from tests.support.serving import Servers, answer_to
+from tests.support.samples import image, png
+from tests.support.serving import Servers, answer_to, ask_engine
 from tests.support.torch_ranks import run_ranks
 from tests.support.vision import PLACEHOLDER
 
@@ -100,6 +102,48 @@ async def talk(model: ModelEndpoint, seed: int, tokens: int = 12) -> None:
         messages.append({"role": "user", "content": [*images, {"type": "text", "text": f"What now, {turn}?"}]})
         reply = await answer_to(model, {"messages": messages, "max_tokens": tokens, "seed": seed})
         messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"]})
+
+
+@pytest.fixture
+def neighbour() -> Iterator[tuple[str, list[str]]]:
+    """Yields a service on the node's loopback, which redirects to a private page, and the requested paths."""
+    seen: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.path)
+            self.send_response(302 if self.path == "/redirect" else 200)
+            self.send_header("Location", "/internal")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", seen
+        server.shutdown()
+        thread.join()
+
+
+async def test_vllm_itself_fetches_nothing(vllm: Servers, neighbour: tuple[str, list[str]], tmp_path: Path) -> None:
+    """An agent reaches it through the gateway alone, which passes on no address."""
+    url, seen = neighbour
+    file = tmp_path / "image.png"
+    file.write_bytes(png(56, 56))
+    expected = {
+        f"{url}/direct": "allowed domains",
+        f"{url}/redirect": "allowed domains",
+        f"file://{file}": "Cannot load local files",
+    }
+    for address, said in expected.items():
+        content = [{"type": "image_url", "image_url": {"url": address}}]
+        body = {"model": "default", "messages": [{"role": "user", "content": content}], "max_tokens": 1}
+        status, reply = await ask_engine(vllm, "/v1/chat/completions", body)
+        assert status >= 400
+        assert said in reply["error"]["message"]
+    assert seen == []
 
 
 async def recorded(vllm: Servers) -> list[Recording]:

@@ -22,9 +22,8 @@ from megaflow_hpc.rundir.weight_delta import write_delta
 from megaflow_hpc.trajectory import Recording, TokenSequence
 from megaflow_hpc.types import NEUTRAL, ModelEndpoint, Sampling, Task
 from tests.support.gpu_trainer import Trainer, asleep
-from tests.support.local_sandbox import LocalSandbox
 from tests.support.reported import check_against_reported, reported
-from tests.support.screen_program import program
+from tests.support.screen_program import ScreenSandbox
 from tests.support.serving import Servers, answer_to, call, only_the_proxy_is_reached, prompt_logprobs
 from tests.support.torch_ranks import run_ranks
 
@@ -487,17 +486,16 @@ def test_it_sleeps_while_a_trainer_has_the_gpus_and_answers_what_waited_by_what_
 
 @pytest.mark.parametrize("protocol", ["split", "plain"])
 def test_a_model_of_text_refuses_a_screenshot_and_the_agent_names_the_remedy(
-    vllm: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: str
+    vllm: Servers, tmp_path: Path, protocol: str
 ) -> None:
     """The rollout fails with kind `user`, because the model has answered no call."""
-    monkeypatch.setenv("PATH", f"{program(tmp_path / 'bin')}:/usr/bin:/bin")
     agent = create({"name": "computer-use", "max_turns": 3, "timeout_s": None, "args": {"tools": False}})
     task = Task(id="t", instruction="Press Go.", image="desktop", path="/nowhere")
 
     async def scenario() -> None:
         async with rollout(vllm, protocol) as (gateway, model):
             with pytest.raises(UserCodeError, match=r"not a multimodal model.*args: \{observe: tree\}"):
-                await agent.run(task, LocalSandbox(tmp_path / "box"), model)
+                await agent.run(task, ScreenSandbox(tmp_path / "box"), model)
             assert not await gateway.outage("t/default/0"), "the service works"
             assert (await gateway.close("t/default/0")).turns == []
 

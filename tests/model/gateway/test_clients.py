@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording
 from megaflow_hpc.types import CallBudget, ModelEndpoint
 from tests.support.samples import png
-from tests.support.serving import Servers, call_failure, in_loop
+from tests.support.serving import Engines, call_failure, in_loop
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 ASK = {"tool": "weather", "arguments": {"city": "Köln"}, "text": "I ask.", "reasoning": "I do not know it."}
@@ -32,20 +32,19 @@ WHAT = "How is the weather?"
 ID = "t/default/0"
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """One server for all tests of this file, and one of another policy with a short context."""
-    with Servers(tmp_path_factory.mktemp("clients")) as started:
-        started.script(SCRIPT)
-        started.script(SCRIPT, "short", **{"max-model-len": 50})
-        yield started
+@pytest.fixture
+def engines(engines: Engines) -> Engines:
+    """One engine for all tests of this file, and one of another policy with a short context."""
+    engines.script(SCRIPT)
+    engines.script(SCRIPT, "short", 50)
+    return engines
 
 
 @asynccontextmanager
 async def rollout(
-    servers: Servers, policy: str = "default", budget: CallBudget | None = None, **options: Any
+    engines: Engines, policy: str = "default", budget: CallBudget | None = None, **options: Any
 ) -> AsyncIterator[tuple[ModelGateway, ModelEndpoint]]:
-    async with servers.gateway(**options) as gateway:
+    async with engines.gateway(**options) as gateway:
         yield gateway, await gateway.open(ID, policy, budget=budget)
 
 
@@ -71,10 +70,10 @@ def check(recording: Recording) -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 @in_loop
-async def test_chat_completions_with_tools(servers: Servers, streamed: bool) -> None:
+async def test_chat_completions_with_tools(engines: Engines, streamed: bool) -> None:
     tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
     messages: list[Any] = [{"role": "user", "content": WHAT}]
-    async with rollout(servers) as (gateway, model), open_ai(model) as client:
+    async with rollout(engines) as (gateway, model), open_ai(model) as client:
 
         async def ask() -> Any:
             common = {"model": model.model_name, "messages": messages, "tools": tools}
@@ -95,10 +94,10 @@ async def test_chat_completions_with_tools(servers: Servers, streamed: bool) -> 
 
 @pytest.mark.parametrize("streamed", [False, True])
 @in_loop
-async def test_responses_with_tools(servers: Servers, streamed: bool) -> None:
+async def test_responses_with_tools(engines: Engines, streamed: bool) -> None:
     tools: Any = [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": False}]
     items: list[Any] = [{"role": "user", "content": WHAT}]
-    async with rollout(servers) as (gateway, model), open_ai(model) as client:
+    async with rollout(engines) as (gateway, model), open_ai(model) as client:
 
         async def ask() -> Any:
             common = {"model": model.model_name, "input": items, "tools": tools}
@@ -120,10 +119,10 @@ async def test_responses_with_tools(servers: Servers, streamed: bool) -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 @in_loop
-async def test_messages_with_tools(servers: Servers, streamed: bool) -> None:
+async def test_messages_with_tools(engines: Engines, streamed: bool) -> None:
     tools: Any = [{"name": "weather", "input_schema": SCHEMA}]
     messages: list[Any] = [{"role": "user", "content": WHAT}]
-    async with rollout(servers) as (gateway, model), claude(model) as client:
+    async with rollout(engines) as (gateway, model), claude(model) as client:
 
         async def ask() -> Any:
             common = {"model": model.model_name, "messages": messages, "tools": tools, "max_tokens": 500}
@@ -150,9 +149,9 @@ async def test_messages_with_tools(servers: Servers, streamed: bool) -> None:
 
 
 @in_loop
-async def test_images_limits_and_systems_reach_the_engine(servers: Servers) -> None:
+async def test_images_limits_and_systems_reach_the_engine(engines: Engines) -> None:
     image = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(png(1, 1)).decode()}
-    async with rollout(servers) as (gateway, model), claude(model) as client:
+    async with rollout(engines) as (gateway, model), claude(model) as client:
         content: Any = [{"type": "text", "text": "See:"}, {"type": "image", "source": image}]
         answer = await client.messages.create(
             model="x", system="Short.", messages=[{"role": "user", "content": content}], max_tokens=3
@@ -164,10 +163,10 @@ async def test_images_limits_and_systems_reach_the_engine(servers: Servers) -> N
 
 
 @in_loop
-async def test_each_client_raises_its_own_errors(servers: Servers) -> None:
+async def test_each_client_raises_its_own_errors(engines: Engines) -> None:
     user: Any = [{"role": "user", "content": "a"}]
     async with (
-        rollout(servers, budget=CallBudget(calls=1)) as (gateway, model),
+        rollout(engines, budget=CallBudget(calls=1)) as (gateway, model),
         open_ai(model) as ai,
         claude(model) as an,
     ):
@@ -204,8 +203,8 @@ async def test_no_server_is_each_apis_own_failure_and_not_tried_again() -> None:
 
 
 @in_loop
-async def test_an_engines_refusal_has_the_shape_of_the_agents_api(servers: Servers) -> None:
-    async with rollout(servers, "short") as (_, model), open_ai(model) as ai, claude(model) as an:
+async def test_an_engines_refusal_has_the_shape_of_the_agents_api(engines: Engines) -> None:
+    async with rollout(engines, "short") as (_, model), open_ai(model) as ai, claude(model) as an:
         with pytest.raises(openai.BadRequestError, match="maximum context length is 50"):
             await ai.responses.create(model="m", input="a" * 90)
         with pytest.raises(anthropic.BadRequestError, match="maximum context length is 50"):
@@ -213,9 +212,9 @@ async def test_an_engines_refusal_has_the_shape_of_the_agents_api(servers: Serve
 
 
 @in_loop
-async def test_a_client_that_leaves_in_the_middle_is_not_recorded(servers: Servers) -> None:
+async def test_a_client_that_leaves_in_the_middle_is_not_recorded(engines: Engines) -> None:
     slow: Any = [{"role": "user", "content": "slow"}]
-    async with rollout(servers) as (gateway, model), open_ai(model) as ai, claude(model) as an:
+    async with rollout(engines) as (gateway, model), open_ai(model) as ai, claude(model) as an:
         for work in (
             ai.responses.create(model="m", input="slow", stream=True),
             an.messages.create(model="m", messages=slow, max_tokens=9, stream=True),
@@ -229,11 +228,11 @@ async def test_a_client_that_leaves_in_the_middle_is_not_recorded(servers: Serve
 @pytest.mark.slow
 @in_loop
 async def test_a_long_wait_is_told_in_the_stream_and_fails_in_it(
-    servers: Servers, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megaflow_hpc.model.gateway.http_messages.PING_INTERVAL_S", 0.1)
     slow: Any = [{"role": "user", "content": "slow"}]
-    async with rollout(servers, wait_s=1.0) as (gateway, model):
+    async with rollout(engines, wait_s=1.0) as (gateway, model):
         async with open_ai(model, max_retries=0) as ai, claude(model, max_retries=0) as an:
             async with an.messages.stream(model="m", messages=slow, max_tokens=9) as stream:
                 assert await stream.get_final_text() == "late"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator, Mapping
@@ -22,7 +21,7 @@ from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording
 from megaflow_hpc.types import ModelEndpoint
 from tests.support.screen_program import picture
-from tests.support.serving import Engines, Servers, in_loop, listening
+from tests.support.serving import Engines, Proxies, in_loop, listening
 
 ID = "t/default/0"
 PICTURE = picture({"clicked": False, "text": ""})
@@ -44,7 +43,7 @@ def script(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def rollout(engines: Engines | Servers, policy: str = "default") -> AsyncIterator[tuple[ModelGateway, Any]]:
+async def rollout(engines: Engines | Proxies, policy: str = "default") -> AsyncIterator[tuple[ModelGateway, Any]]:
     async with engines.gateway() as gateway:
         yield gateway, await gateway.open(ID, policy, seed=7)
 
@@ -286,26 +285,30 @@ class Vendor:
 
 
 @asynccontextmanager
-async def vendor(folder: Path, api: str) -> AsyncIterator[tuple[Vendor, Servers]]:
+async def vendor(folder: Path, api: str) -> AsyncIterator[tuple[Vendor, Proxies]]:
     endpoint, application = Vendor(), web.Application()
     application.router.add_route("*", "/{path:.*}", endpoint.answer)
     key = folder / "key"
     key.write_text("sk-vendor")
     key.chmod(0o600)
     async with listening(application) as port:
-        with Servers(folder) as servers:
-            url = f"http://127.0.0.1:{port}/v1"
-            servers.start({"engine": api, "base_url": url, "path": "m", "api_key_file": str(key)})
-            await asyncio.to_thread(servers.record, 0)
-            yield endpoint, servers
+        proxies, url = Proxies(folder), f"http://127.0.0.1:{port}/v1"
+        proxies.start({"engine": api, "base_url": url, "path": "m", "api_key_file": str(key)})
+        yield endpoint, proxies
 
 
-@pytest.mark.parametrize("tool", [CLASSIC, TOOLSET], ids=["classic", "toolset"])
 @in_loop
-async def test_anthropics_endpoint_gets_its_own_tool(tmp_path: Path, tool: dict[str, Any]) -> None:
+async def test_anthropics_endpoint_gets_its_own_tool(tmp_path: Path) -> None:
+    async with vendor(tmp_path, "anthropic") as (endpoint, proxies):
+        for tool in (CLASSIC, TOOLSET):
+            endpoint.heard.clear()
+            await asked_with(tool, endpoint, proxies)
+
+
+async def asked_with(tool: dict[str, Any], endpoint: Vendor, proxies: Proxies) -> None:
     turns: list[Any] = [{"role": "user", "content": "Press Go."}]
     tools: Any = [tool]
-    async with vendor(tmp_path, "anthropic") as (endpoint, servers), rollout(servers) as (gateway, model):
+    async with rollout(proxies) as (gateway, model):
         async with claude(model) as client:
             answer = await client.beta.messages.create(model="m", messages=turns, tools=tools, max_tokens=50)
             call: Any = answer.content[-1]
@@ -361,7 +364,7 @@ def test_screenshots_of_several_calls_are_their_results_at_the_vendors_endpoint(
 async def test_openais_endpoint_gets_its_own_tool_and_safety_checks_go_both_ways(tmp_path: Path) -> None:
     items: list[Any] = [{"role": "user", "content": "Press Go."}]
     tools: Any = [PREVIEW]
-    async with vendor(tmp_path, "openai") as (endpoint, servers), rollout(servers) as (gateway, model):
+    async with vendor(tmp_path, "openai") as (endpoint, proxies), rollout(proxies) as (gateway, model):
         async with open_ai(model) as client:
             answer = await client.responses.create(model="m", input=items, tools=tools, truncation="auto")
             call: Any = answer.output[-1]

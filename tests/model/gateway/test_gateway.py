@@ -11,11 +11,23 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from megaflow_hpc.model.engines.scripted.engine import END, render
+from megaflow_hpc.model.engines.scripted.engine import END, ScriptedEngine, render
+from megaflow_hpc.model.engines.scripted.script import Script
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import CallBudget, ModelEndpoint
 from tests.support.reported import answered, check_against_reported
-from tests.support.serving import Engines, Servers, call, call_failure, conversation, descendants, in_loop
+from tests.support.serving import (
+    Engines,
+    Servers,
+    call,
+    call_failure,
+    conversation,
+    descendants,
+    endpoint,
+    in_loop,
+    listening,
+)
+from tests.support.waiting import until_async
 
 ECHO = {"tasks": [{"when": "hello", "answers": ["héllo", "again", "and again"]}], "default": ["what?"]}
 
@@ -198,15 +210,14 @@ async def test_a_rollout_cut_off_while_it_waits_for_a_server_knows_why() -> None
 
 
 @in_loop
-async def test_a_call_that_waits_goes_on_when_a_server_appears(servers: Servers) -> None:
-    async with ModelGateway(wait_s=30) as gateway:
-        model = await gateway.open("t/default/0", "default")
+async def test_a_call_that_waits_goes_on_when_a_server_appears() -> None:
+    async with ModelGateway(wait_s=30) as gateway, listening(ScriptedEngine(Script(), "m").application()) as port:
+        model = await gateway.open("t/p/0", "p")
         waiting = asyncio.create_task(call(model, {"messages": conversation("hello")}))
-        servers.script(ECHO)
-        await asyncio.to_thread(servers.record, 0)
-        gateway.update_endpoints(servers.records())
+        await until_async(lambda: call_failure(gateway, "t/p/0"), "the call waits for a server")
+        gateway.update_endpoints([endpoint(port)])
         assert (await waiting)[0] == 200
-        assert (await gateway.close("t/default/0")).turns[0].wait_s > 0
+        assert (await gateway.close("t/p/0")).turns[0].wait_s > 0
 
 
 @pytest.mark.slow
@@ -242,22 +253,3 @@ async def test_no_call_is_lost_when_a_server_is_killed(servers: Servers) -> None
     while (alive := [pid for pid in left if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
         await asyncio.sleep(0.1)
     assert not alive, "the killed server's engine lives on"
-
-
-@pytest.mark.slow
-@in_loop
-async def test_a_stranger_on_a_dead_servers_port_gets_no_byte_of_key_or_prompt(servers: Servers) -> None:
-    servers.script(ECHO)
-    record = servers.record(0)
-    impostor = Servers(servers.run.path / "other")
-    with impostor:
-        impostor.script(ECHO)
-        theirs = impostor.record(0)
-        async with ModelGateway(wait_s=0.5) as gateway:
-            gateway.update_endpoints([{**record, "url": theirs["url"]}])  # its address, our fingerprint
-            model = await gateway.open("t/default/0", "default")
-            status, reply = await call(model, {"messages": conversation("hello")})
-            assert status == 503
-            assert "FingerprintMismatch" in reply["error"]["message"]
-            gateway.update_endpoints([record])
-            assert (await call(model, {"messages": conversation("hello")}))[0] == 200

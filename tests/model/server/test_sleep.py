@@ -63,9 +63,13 @@ async def stays_open(task: asyncio.Task[Any], seconds: float = 1.0) -> bool:
 async def test_calls_that_come_while_the_engine_sleeps_wait_and_are_answered_when_it_is_awake(
     servers: Servers, trainer: Trainer
 ) -> None:
+    turn = trainer.want()
+    (file,) = (servers.run.training / "default").glob("gpu-*.wanted")
+    file.write_text(json.dumps({**json.loads(file.read_text()), "boot": "another"}))
     record = await asyncio.to_thread(start, servers)
     assert await chat(record, record["key"]) == 200
-    for _ in range(3):
+    assert trainer.gpu.given(turn) is None, "a trainer of another node or boot keeps no engine from starting"
+    for _ in range(2):
         await asyncio.to_thread(trainer.take)
         assert await asleep(servers)
         late = [asyncio.create_task(chat(record, record["key"])) for _ in range(3)]
@@ -78,6 +82,18 @@ async def test_calls_that_come_while_the_engine_sleeps_wait_and_are_answered_whe
         assert await asyncio.wait_for(asyncio.gather(*late), 30) == [200, 200, 200]
         assert not await asleep(servers)
     assert (await asyncio.to_thread(trainer.take)).wake_s > 0
+    late = asyncio.create_task(chat(record, record["key"]))
+    assert await stays_open(late, 0.5)
+    trainer.die()
+    assert await asyncio.wait_for(late, 30) == 200, "a trainer that is killed leaves no engine asleep"
+    assert not await asleep(servers)
+    trainer.want()  # like a trainer that was killed right after its request
+    assert await chat(record, record["key"]) == 200
+    other = Trainer(servers.run)
+    await asyncio.to_thread(other.take)
+    assert await asleep(servers)
+    other.die()
+    assert await chat(record, record["key"]) == 200
     assert servers.record(0)["started_at"] == record["started_at"], "it was the same start of the engine"
 
 
@@ -121,33 +137,6 @@ async def keep_looking(servers: Servers, gateway: Any) -> None:
     while True:
         gateway.update_endpoints(await asyncio.to_thread(servers.records))
         await asyncio.sleep(0.1)
-
-
-@in_loop
-async def test_a_trainer_that_is_killed_leaves_no_engine_asleep(servers: Servers, trainer: Trainer) -> None:
-    record = await asyncio.to_thread(start, servers)
-    await asyncio.to_thread(trainer.take)
-    late = asyncio.create_task(chat(record, record["key"]))
-    assert await stays_open(late, 0.5)
-    trainer.die()
-    assert await asyncio.wait_for(late, 30) == 200
-    assert not await asleep(servers)
-    trainer.want()  # like a trainer that was killed right after its request
-    assert await chat(record, record["key"]) == 200
-    other = Trainer(servers.run)
-    await asyncio.to_thread(other.take)
-    assert await asleep(servers)
-    other.die()
-    assert await chat(record, record["key"]) == 200
-
-
-def test_a_trainer_of_another_node_or_boot_keeps_no_engine_from_starting(servers: Servers, trainer: Trainer) -> None:
-    turn = trainer.want()
-    (file,) = (servers.run.training / "default").glob("gpu-*.wanted")
-    file.write_text(json.dumps({**json.loads(file.read_text()), "boot": "another"}))
-    record = start(servers)
-    assert asyncio.run(chat(record, record["key"])) == 200
-    assert trainer.gpu.given(turn) is None
 
 
 @in_loop

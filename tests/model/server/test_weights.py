@@ -28,7 +28,7 @@ from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles, RefusedWeight
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, ServerRecord, read_run, write_run
 from megaflow_hpc.rundir.weight_delta import write_delta
-from tests.support.campaigns import cli
+from tests.support.campaigns import verb
 from tests.support.reported import answered
 from tests.support.serving import Servers, conversation, descendants, in_loop
 from tests.support.tensors import safetensors
@@ -88,7 +88,7 @@ def test_a_directory_without_weights_is_refused_and_nothing_stays(run: RunDir, t
     empty = tmp_path / "empty"
     empty.mkdir()
     for source in (empty, tmp_path / "none"):
-        done = cli("weights", "publish", run, source, "--policy", "a")
+        done = verb("weights", "publish", run, source, "--policy", "a")
         assert done.returncode == 2
         assert str(source) in done.stderr
     assert not list(run.weights.iterdir())
@@ -404,11 +404,11 @@ def test_a_version_that_does_not_run_is_refused_with_its_cause_and_the_one_befor
         assert refusing["weight_version"] == 1
         assert refusing["refused"]["version"] == 2
         assert "script.yaml" in refusing["refused"]["cause"]
-    until(lambda: cli("weights", "list", servers.run).stdout.count("script.yaml") >= 1, "the list shows the refusal")
+    until(lambda: verb("weights", "list", servers.run).stdout.count("script.yaml") >= 1, "the list shows the refusal")
     looked = servers.record(2)["heartbeat"]
     until(lambda: servers.record(2)["heartbeat"] > looked + 5, "the third server, which must not try, looked again")
     assert servers.record(2)["started_at"] == started
-    rows = {row["version"]: row for row in json.loads(cli("weights", "list", servers.run, "--json").stdout)}
+    rows = {row["version"]: row for row in json.loads(verb("weights", "list", servers.run, "--json").stdout)}
     assert rows[1]["servers"] == 3
     assert rows[2]["current"] is True
     weights.publish(servers.run, answers(tmp_path / "better", "better"))  # the next one is tried again
@@ -437,16 +437,9 @@ def test_an_engine_that_served_weights_and_dies_again_and_again_does_not_refuse_
 
 
 @pytest.mark.slow
-def test_a_server_that_starts_later_starts_with_the_current_version(servers: Servers, tmp_path: Path) -> None:
-    fleet(servers, 1)
-    weights.publish(servers.run, answers(tmp_path / "new", "new"))
-    until(lambda: servers.records() and servers.records()[0]["weight_version"] == 1, "version 1 serves")
-    number = servers.start(servers.entries[0].model, "default")
-    assert servers.record(number)["weight_version"] == 1
-
-
-@pytest.mark.slow
-def test_an_engine_serves_weights_that_another_site_has_sent(servers: Servers, tmp_path: Path) -> None:
+def test_an_engine_serves_weights_that_another_site_has_sent_and_so_does_one_that_starts_later(
+    servers: Servers, tmp_path: Path
+) -> None:
     home = RunDir(tmp_path / "home")
     home.create()
     write_run(home, RunRecord(policies={"a": PolicyRecord(model={"engine": "scripted"})}))
@@ -462,8 +455,10 @@ def test_an_engine_serves_weights_that_another_site_has_sent(servers: Servers, t
 
     for number, text in enumerate(("first", "second"), start=1):
         weights.publish(home, answers(tmp_path / text, text))
-        for verb, site in (("send", home), ("receive", servers.run)):
-            done = cli("weights", verb, site, box)
+        for word, site in (("send", home), ("receive", servers.run)):
+            done = verb("weights", word, site, box)
             assert done.stdout == f"{number}\n", done.stderr
         until(lambda n=number: [r["weight_version"] for r in servers.records()] == [n], "the engine serves it")
         assert asyncio.run(answer()) == text
+    later = servers.start(servers.entries[0].model, "default")
+    assert servers.record(later)["weight_version"] == 2
