@@ -70,7 +70,7 @@ async def test_a_packed_snapshot_in_one_file_brings_back_the_same_on_any_node(
         async with await provider.start(spec, packed) as second:
             assert (await second.exec(LOOK)).stdout == seen
             assert (await second.exec("stat -c '%s %b' /sparse")).stdout == "52428800 0\n"
-        os.truncate(packed.path, os.path.getsize(packed.path) // 2)
+        os.truncate(packed.path, packed.offset + 100)  # tar sees no truncation at the start of a file
         with pytest.raises(SandboxError, match="cannot be unpacked"):
             await provider.start(spec, packed)
 
