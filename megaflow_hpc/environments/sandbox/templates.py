@@ -257,7 +257,8 @@ class Templates:
 
     Args:
         own: The provider's directory, in which each template gets a directory, like a sandbox.
-        visible: Directories that hold layers and unpacked images. A template sees no other directory of the host.
+        visible: Directories that hold layers and unpacked images. A template sees no other directory of the host,
+            except all of ``/dev/shm`` if one of them is there.
         scratch: Directory of the interpreter that templates run.
     """
 
