@@ -161,7 +161,7 @@ def test_what_is_asked_of_slurm_names_its_jobs_and_needs_slurm(planned: Run, cap
     resume = ["resume", str(planned.path)]
     line = refused([*resume, "--time", "engines=1:00:00"], capsys)
     assert "expected a value, or pods=…, servers=…, trainer=…, gather=…" in line
-    assert "requests to Slurm" in refused([*resume, "--time", "8:00:00", "--mem", "64"], capsys)
+    assert "requests to Slurm" in refused([*resume, "--time", "8:00:00", "--mem", "64G"], capsys)
     assert not planned.dir.changed_requests.exists()
 
 

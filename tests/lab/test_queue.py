@@ -155,7 +155,7 @@ def test_waiting_pods_get_another_walltime_memory_and_partition(make_campaign: M
     assert run.live_jobs(0) == {f"{first}_0", f"{first}_1", *run.job_ids("gather")}, "nothing was changed"
     assert not run.dir.changed_requests.exists(), "and nothing of it is left for the next time"
 
-    asked = ("--time", "12", "--mem", "0.8", "--time", "gather=7", "--no-wait")
+    asked = ("--time", "12", "--mem", "800M", "--time", "gather=7", "--no-wait")
     changed = cli("resume", run.path, *asked)
     assert changed.returncode == 0, changed.stderr
     second, gather = Run(run.path).job_ids("pods")[-1], Run(run.path).job_ids("gather")[-1]

@@ -30,7 +30,7 @@ def register(subparsers: Subparsers) -> None:
         examples=[
             "resume RUN",
             "resume RUN --failed --no-wait",
-            "resume RUN --time 8:00:00 --time servers=12:00:00 --mem 64",
+            "resume RUN --time 8:00:00 --time servers=12:00:00 --mem 64G",
             "resume RUN --limit gpu_hours=200 --limit wall=none",
         ],
         description="Submits jobs for the missing rollouts, whatever ended the run: a limit, a walltime, Ctrl-C, a "
