@@ -68,8 +68,9 @@ class CampaignConfig(Section):
     """Roles of the models in one rollout, by name. An agent calls a role by passing its name as the ``model`` of a
     request. The agent of the first role runs the rollouts. Default: none; each policy runs rollouts of its own."""
     pool: dict[str, Annotated[float, Field(gt=0)]] | None = None
-    """For an engine pool: relative share of engine time by login name, while requests are queued. ``share`` sets who
-    may use the servers, and ``quotas.in_flight`` a limit for each user. Default: 1 for everyone."""
+    """For an engine pool: each user's weight, by login name. While requests are queued, users get engine time in
+    proportion to their weights. ``share`` sets who may use the servers, and ``quotas.in_flight`` limits each user.
+    Default: 1 for everyone."""
     environment: EnvironmentConfig = EnvironmentConfig()
     """Sandboxes: images, network, limits."""
     services: dict[str, ServiceConfig] = Field(default_factory=dict)

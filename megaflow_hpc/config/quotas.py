@@ -36,7 +36,8 @@ class QuotasConfig(Section):
     tokens_per_s: float | None = Field(None, gt=0)
     """Maximum number of tokens per second, prompts and answers together."""
     in_flight: int | None = Field(None, ge=1)
-    """Maximum number of concurrent model calls. For an engine pool: of each user at each server."""
+    """Maximum number of concurrent model calls. In an engine pool, the maximum applies to each user at
+    each server."""
 
     @property
     def any(self) -> bool:

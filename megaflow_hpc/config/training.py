@@ -174,7 +174,7 @@ class ParallelConfig(Section):
     context: int = Field(1, ge=1)
     """Ranks that share each row of tokens, for sequences that do not fit on one GPU. Default: 1."""
     tensor: int = Field(1, ge=1)
-    """Ranks that share the heads and features of each layer. Default: 1."""
+    """Number of ranks that share the heads and features of each layer. Default: 1."""
     expert: int = Field(1, ge=1)
     """Ranks among which experts are divided. Must be a multiple of ``tensor``. Default: 1."""
 

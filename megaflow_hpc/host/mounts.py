@@ -79,8 +79,8 @@ def why_no_links(folder: Path) -> str:
 
 
 def refusal_of_links(folder: Path) -> str:
-    """Returns why a directory cannot hold a run: its file system lacks the hard links that pods use to claim work.
-    Returns an empty string if it supports them."""
+    """Returns why a directory cannot hold a run, or an empty string if it can. Its file system must support hard links,
+    which pods use to claim work."""
     if not (why := why_no_links(folder)):
         return ""
     mount = mount_of(folder)

@@ -300,7 +300,7 @@ def training(runs: Named) -> Iterator[Chart | None]:
 
 TASKS_SHOWN = 40
 MAX_HEIGHT = 1000
-"""Maximum height of a timeline in pixels. Timelines of a large number of pods may exceed it."""
+"""Height in pixels that the rows of a timeline share. Each row gets at least 12."""
 FACET_WIDTH = {"width": 340}
 """Width in pixels of faceted charts, which Vega cannot fit to their container."""
 UNITS = ((10_000.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))

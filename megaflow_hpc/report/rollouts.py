@@ -49,7 +49,7 @@ class RolloutColumns:
     """Ids of the rollouts as an object array of ``str``."""
     task: Labels
     policy: Labels
-    """Name of the policy, followed by ``+`` and the agent if several agents ran rollouts of the policy."""
+    """Policy of each rollout. If several agents ran rollouts of the policy, ``+`` and the agent's name follow."""
     plain_policy: Labels
     agent: Labels
     status: Labels

@@ -157,7 +157,7 @@ class Position(msgspec.Struct):
 
 
 class PointLog:
-    """The points of a run. Open it with :func:`open_points`.
+    """Metrics of a run over time, one point for each window. Open it with :func:`open_points`.
 
     Args:
         folder: Directory of ``points.jsonl`` and ``position.json``.

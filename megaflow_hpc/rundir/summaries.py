@@ -150,7 +150,7 @@ class WantedPods:
         self._wanted = set(self._ids)
 
     def among(self, digests: bytes) -> list[str]:
-        """Returns the wanted rollouts whose digests occur in ``digests``."""
+        """Returns the wanted rollouts whose digests occur in ``digests``, which holds 64-bit numbers."""
         return [self._ids[number] for number in self._wanted.intersection(memoryview(digests).cast("Q"))]
 
 

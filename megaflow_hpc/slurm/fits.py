@@ -129,7 +129,8 @@ def _defaults_s(options: Mapping[str, Any]) -> list[float]:
 
 
 def longest_s(options: Mapping[str, Any]) -> float:
-    """Returns the longest walltime in seconds that partition, account and QOS allow. Infinity if unlimited.
+    """Returns the longest walltime in seconds that the partition, the account and the QOS allow. Returns infinity if
+    there is no limit.
 
     Raises:
         SiteError: The controller does not respond.

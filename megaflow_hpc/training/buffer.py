@@ -371,7 +371,7 @@ class Sequences:
 
 
 def _tokens(sequences: Iterable[TokenSequence], images: Mapping[str, Image]) -> int:
-    """Returns the size of sequences and images, converted from bytes to tokens of :data:`TOKEN_BYTES`."""
+    """Returns the size of sequences and images in tokens. A token takes :data:`TOKEN_BYTES` bytes."""
     more = sum(len(image.data) for image in images.values()) // TOKEN_BYTES
     return more + sum(len(sequence.tokens) + len(sequence.experts) // TOKEN_BYTES for sequence in sequences)
 

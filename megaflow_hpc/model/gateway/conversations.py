@@ -60,7 +60,7 @@ class Conversations:
         """Child nodes by (parent node, message key). The key is the message's digest. Answers also have entries for the
         digest of their meaning and for their tool-call ids."""
         self._turns: dict[int, int] = {}
-        """Number of the call that returned each answer, by the answer's node."""
+        """Index of the model call that returned each answer, by the index of the answer's message."""
         self._open: dict[int, None] = {}
         """Nodes of answers whose tool calls have no results yet."""
         self._asked: dict[str, int] = {}

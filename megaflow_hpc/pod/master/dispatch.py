@@ -148,7 +148,7 @@ class Dispatch:
         self._results.refuse()
 
     def _group(self, rollouts: list[Rollout], block: ClaimedBlock) -> Iterator[Work]:
-        """Yields the queue entries for the samples of one group, which share their task."""
+        """Yields the queue entries for the rollouts of one group. They are samples of the same task."""
         first = rollouts[0]
         planned = block.tasks[first.task_id]
         demand = self._pod.demand(planned)

@@ -296,8 +296,7 @@ class Line:
 
 
 class SweBench:
-    """SWE-bench, its variants Verified, Lite and Multilingual, and SWE-Gym. :class:`Instance` uses their field
-    names."""
+    """Reads instances of SWE-bench, its variants Verified, Lite and Multilingual, and SWE-Gym."""
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:

@@ -44,7 +44,7 @@ class Packing:
     offsets: Any
     """Start of each sequence, followed by T: an int32 tensor of shape (S + 1) on the row's device."""
     group: Any = None
-    """Process group of the ranks that share the row, or ``None`` if the row is on a single rank."""
+    """Process group of the ranks that share a row of tokens, or ``None`` if each row is on a single rank."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: Any, group: Any = None) -> Packing:

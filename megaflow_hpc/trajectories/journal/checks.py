@@ -171,7 +171,7 @@ def salvaged(data: Mapping[str, Any], heading: Heading) -> Trajectory:
 
 
 def _check_row(record: Any, row_type: type[msgspec.Struct]) -> None:
-    """Validates the fields of a record that are columns, and converts its numbers to the column types."""
+    """Validates those fields of a record that become columns, and converts its numbers to the column types."""
     row = msgspec.convert(record, row_type, from_attributes=True)
     for name in row_type.__struct_fields__:
         value = getattr(row, name)

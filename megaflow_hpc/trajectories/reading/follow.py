@@ -94,7 +94,8 @@ class Follower:
 
     @property
     def cursor(self) -> dict[str, Any]:
-        """Current position as JSON. It consists of ``journals`` (bytes read, by file name) and ``failed`` (ids)."""
+        """Current position as JSON. It consists of ``journals`` (bytes read, by file name) and ``failed`` (ids of
+        failed rollouts)."""
         return {"journals": dict(self._read), "failed": sorted(self._failed)}
 
     def poll(self) -> list[Row]:

@@ -18,7 +18,7 @@ _MAX_DEPTH = 32
 
 
 class WordError(ValueError):
-    """Raised for an invalid line. The message includes the remedy."""
+    """Raised for an invalid line of a Dockerfile. The message includes the remedy."""
 
 
 @dataclass(frozen=True)
