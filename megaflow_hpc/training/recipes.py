@@ -241,10 +241,11 @@ def past_successes(
 ) -> list[SampleGroup]:
     """Adds a past success to each group in which no rollout has a reward of at least ``threshold``.
 
-    If all rollouts of a group fail, the policy learns nothing from the task. The added rollout is the newest success of the same task and agent that is not in another group and at most ``age`` versions old. By
-    default, any age is allowed. Older weights sampled the success. So set ``importance`` to ``token`` or ``sequence``,
-    which compare its recorded log-probabilities with those of the policy before the step. See Oh et al. 2018,
-    Self-Imitation Learning, arXiv 1806.05635, and for language models Zhang et al. 2025, RLEP, arXiv 2507.07451.
+    If all rollouts of a group fail, the policy learns nothing from the task. The added rollout is the newest success of
+    the same task and agent that is not in another group and at most ``age`` versions old. By default, any age is
+    allowed. Older weights sampled the success. So set ``importance`` to ``token`` or ``sequence``, which compare its
+    recorded log-probabilities with those of the policy before the step. See Oh et al. 2018, Self-Imitation Learning,
+    arXiv 1806.05635, and for language models Zhang et al. 2025, RLEP, arXiv 2507.07451.
     """
     added: set[str] = set()
     changed = []

@@ -40,7 +40,7 @@ class Mount:
 
 @dataclass
 class Copy:
-    """A ``COPY`` or ``ADD`` instruction. Its source is the context, the stage or image ``origin``, or here-documents."""
+    """``COPY`` or ``ADD``. Its source is the context, the stage or image ``origin``, or here-documents."""
 
     sources: list[str]
     target: str
