@@ -265,7 +265,7 @@ WORDS = {
     "watch {run} --every 0": "--every: 0: give a number above 0",
     "show {run} nosuch/default/0": "no trajectory 'nosuch/default/0' among 0",
     "show file 0": f"file: not an HDF5 file; {NO_STORE} (see: megaflow-hpc gather RUN)",
-    "verify nowhere": f"nowhere: cannot be read (No such file or directory); {NO_STORE}, or a run directory (see: "
+    "validate nowhere": f"nowhere: cannot be read (No such file or directory); {NO_STORE}, or a run directory (see: "
     "megaflow-hpc list)",
     "du dir": "dir: not a run directory (no run.json); list run directories with: megaflow-hpc list",
     "export {run} --format jsnl": "format 'jsnl': there are jsonl, parquet, verl, areal, atif, preds",
