@@ -191,8 +191,8 @@ class Successors:
     def __init__(self, lead_s: float) -> None:
         self._lead_s = lead_s + EARLY_S + START_S
         self._requeued: dict[str, bool] = {}
-        """Whether Slurm requeues an element, by element. Slurm is queried once per array, when the first element of the
-        array is due."""
+        """True for each element that Slurm requeues, by element. Slurm is queried once per array, when the first
+        element of the array is due."""
 
     def ending(self, pods: Sequence[JobState], now: float) -> list[str]:
         """Returns the running pods that need a successor now.

@@ -67,6 +67,11 @@ def _walltime(value: Any) -> Any:
     return value
 
 
+def of_gigabytes(mem_gb: float | None) -> str | None:
+    """Converts ``mem_gb`` of an earlier version, in 10^9 bytes, to a value of ``mem``."""
+    return None if mem_gb is None else f"{round(mem_gb * 1000)}M"
+
+
 def megabytes(text: str) -> int:
     """Converts a size as Slurm writes it, ``16G`` or ``2000`` (MB), to MB.
 
@@ -158,8 +163,9 @@ class JobSection(Section):
         earlier: dict[str, Any] = {}
         if info.context == STORED and "mem_gb" in value:
             value = dict(value)
-            if (gigabytes := value.pop("mem_gb")) is not None:
-                earlier["mem"] = f"{round(gigabytes * 1000)}M"
+            memory = of_gigabytes(value.pop("mem_gb"))
+            if memory is not None:
+                earlier["mem"] = memory
         if "extra" in value:
             if info.context != STORED:
                 raise ValueError("extra: write its options directly into the section, such as qos: long")
@@ -220,11 +226,7 @@ class JobSection(Section):
             raise ValueError("expected the name of one cluster")
         if name == "cpus-per-gpu" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError("expected a whole number above 0")
-        if (
-            name in MEMORY_OPTIONS
-            and value not in (None, 0, "0")
-            and not re.fullmatch(r"[1-9]\d*[KMGTkmgt]", str(value))
-        ):
+        if name in MEMORY_OPTIONS and value is not None and not re.fullmatch(r"0|[1-9]\d*[KMGTkmgt]", str(value)):
             raise ValueError("write a number and its unit, such as 16G, or 0 for all memory of a node")
         if name == "time":
             _walltime(value)

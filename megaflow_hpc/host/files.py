@@ -270,9 +270,8 @@ def opened_below(root: int, path: str, *, follow: bool = True, as_root: bool = F
     """Yields an ``O_PATH`` descriptor for ``path`` below ``root``, and its path relative to ``root`` without symlinks.
 
     Resolving a path twice may give different results, because another process can change symlinks in between. Therefore
-    every component is opened by name, relative to the directory already open. The object that is used is then the
-    object
-    that was checked. This emulates ``openat2``, which requires Linux 5.6.
+    every component is opened by name, relative to the directory already open. The object that is used is then
+    the object that was checked. This emulates ``openat2``, which requires Linux 5.6.
 
     Args:
         root: Descriptor of a directory.

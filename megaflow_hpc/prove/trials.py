@@ -186,7 +186,7 @@ def submit_nodes(proof: ProofSite, name: str, arguments: str, nodes: int, nodeli
     folder = proof.folder / name
     (folder / "shared").mkdir(parents=True)
     config = proof.campaign.config
-    keep = ("partition", "mem", *config.slurm.extra, *config.slurm.pods.extra)
+    keep = ("partition", *config.slurm.extra, *config.slurm.pods.extra)
     pod = script.pod_job(config, RunDir(folder), 1)
     options = {key: value for key, value in pod.options.items() if key in keep}
     options |= {"job-name": "prove-nodes", "nodes": nodes, "ntasks-per-node": 1, "cpus-per-task": 2}

@@ -40,7 +40,7 @@ class AboutPool(msgspec.Struct):
     policies: dict[str, int]
     """Number of servers by policy."""
     share: str = "user"
-    """Who may use the pool: ``user`` for only its owner, or ``group``."""
+    """Users of the pool: ``user`` for only its owner, or ``group``."""
 
 
 class EnginePool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megaflow_hpc.config import CampaignConfig, resolved
-from megaflow_hpc.config.slurm import MEMORY_OPTIONS, SlurmConfig
+from megaflow_hpc.config.slurm import MEMORY_OPTIONS, SlurmConfig, of_gigabytes
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.rundir.budget import CampaignBudget
@@ -102,6 +102,5 @@ def _read(run: RunDir) -> dict[str, dict[str, Any]]:
         raise ConfigError(f"{error}; remove the file and resume again") from None
     for values in stored.values():
         if "mem_gb" in values:  # of an earlier version
-            gigabytes = values.pop("mem_gb")
-            values["mem"] = None if gigabytes is None else f"{round(gigabytes * 1000)}M"
+            values["mem"] = of_gigabytes(values.pop("mem_gb"))
     return stored

@@ -292,8 +292,10 @@ def service_job(
         "requeue": True,
         **_requests(config, pods, pods.partition),
     }
-    options = {name: value for name, value in options.items() if name not in MEMORY_OPTIONS}  # those of a pod
-    options["mem"] = None if memory_mb is None else f"{memory_mb + SERVICE_SERVER_MB}M"
+    memory = {"mem": None} | {name: value for name, value in config.slurm.extra.items() if name in MEMORY_OPTIONS}
+    if memory_mb is not None:
+        memory = {"mem": f"{memory_mb + SERVICE_SERVER_MB}M"}
+    options = {name: value for name, value in options.items() if name not in MEMORY_OPTIONS} | memory  # not the pods'
     base = index if largest is not None and index > largest else 0
     return Job("servers", options, 1, index - base, base, run=str(run), section="pods")
 
@@ -313,7 +315,7 @@ def together_job(
         gpu_types: GPU type of each server. Default: any type for all servers.
     """
     pod = pod_job(config, run, 1)
-    kept = {"partition", "nodes", "ntasks", "gres", "cpus-per-task", "mem"}
+    kept = {"partition", "nodes", "ntasks", "gres", "cpus-per-task"}
     kept |= {*config.slurm.extra, *config.slurm.servers.extra}
     engines = []
     for count, kind in zip(gpus, gpu_types or [""] * len(gpus), strict=True):

@@ -211,6 +211,10 @@ def test_a_time_is_text_and_not_a_number_to_base_60(tmp_path: Path) -> None:
             "campaign.yaml:4: slurm.gather.time 'soon': 'soon' is not",
         ),
         (MINIMAL + "slurm: {pods: {time: soon}}\n", "campaign.yaml:4: slurm.pods.time 'soon': 'soon' is not a time"),
+        (
+            MINIMAL + "slurm: {pods: {mem: false}}\n",
+            "campaign.yaml:4: slurm.pods.mem False: write a number and its unit",
+        ),
         (MINIMAL + "slurm: {mem-per-cpu: .inf}\n", "campaign.yaml:4: slurm.mem-per-cpu inf: write a number and its"),
         (MINIMAL + "slurm: {servers: {mem: 64}}\n", "campaign.yaml:4: slurm.servers.mem 64: write a number and its"),
         (MINIMAL + "limits: {wall: .inf}\n", "campaign.yaml:4: limits.wall inf: expected a number above 0"),

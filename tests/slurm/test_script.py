@@ -74,6 +74,8 @@ def test_engine_arrays_beyond_the_largest_index_count_from_a_base() -> None:
 def test_a_service_job_has_memory_for_the_process_that_watches_the_service() -> None:
     assert script.service_job(config.parse(CAMPAIGN), RunDir("/r"), 0, 2, 1000).options["mem"] == "1512M"
     assert script.service_job(config.parse(CAMPAIGN), RunDir("/r"), 0, 2, None).options["mem"] is None
+    every_job = {**CAMPAIGN, "slurm": {**CAMPAIGN["slurm"], "mem": "4G"}}
+    assert script.service_job(config.parse(every_job), RunDir("/r"), 0, 2, None).options["mem"] == "4G"
 
 
 def test_pools_say_only_what_they_have_otherwise() -> None:

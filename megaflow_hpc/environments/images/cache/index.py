@@ -75,7 +75,7 @@ class CacheEntry:
 
 @dataclass
 class _User:
-    """What one open cache uses, wants and makes, as stored in its ``users`` file."""
+    """Entries that one open cache uses, wants and makes, as stored in its ``users`` file."""
 
     uses: Collection[str] = ()
     """Names of entries that must not be removed."""
